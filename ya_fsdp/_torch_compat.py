@@ -1,0 +1,52 @@
+"""Every private, renamed or version-dependent name of torch that the engine uses, in one place."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._composable_state import _get_module_state, _insert_module_state, _State
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+__all__ = [
+    "DTensor",
+    "DTensorSpec",
+    "FSDPModule",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "TensorMeta",
+    "_State",
+    "all_gather",
+    "get_module_state",
+    "insert_module_state",
+    "make_wrapper",
+    "queue_backward_callback",
+    "reduce_scatter",
+    "tree_flatten",
+    "tree_unflatten",
+]
+
+get_module_state = _get_module_state
+insert_module_state = _insert_module_state
+
+# torch 2.13 renamed these two and warns about the older names; 2.11 and 2.12 have only the older ones.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_new_dtensor: Any = getattr(torch.Tensor, "_dtensor__new__", None)
+
+
+def make_wrapper(cls: type[DTensor], local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> Any:
+    """Creates a DTensor subclass around a local tensor, without the slow Python constructor where torch allows it."""
+    if _new_dtensor is None:
+        return DTensor.__new__(cls, local, spec, requires_grad=requires_grad)
+    return _new_dtensor(cls, local, spec, requires_grad=requires_grad)
+
+
+def queue_backward_callback(callback: Any) -> None:
+    """Runs ``callback`` once, at the end of the backward pass that is under way."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,0 +1,143 @@
+"""``RaggedShardDTensor``: the type of a sharded parameter, its gradient and its optimizer state."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ya_fsdp._torch_compat import DTensor, DTensorSpec, Placement, Replicate, Shard, TensorMeta, make_wrapper
+from ya_fsdp.ragged import table
+from ya_fsdp.ragged.convert import gather_full, scatter_mean, slice_full
+
+__all__ = ["RaggedShardDTensor"]
+
+
+class RaggedShardDTensor(DTensor):
+    """A DTensor of which this rank holds one contiguous, possibly empty slice of the flattened elements.
+
+    Operators come from the project's own table (``ragged/ops.py``) and run on the local slices; one that has no meaning
+    on a slice raises an error that names it.
+
+    Shapes:
+        The tensor has the full parameter's shape; ``to_local()`` has shape ``[local numel]``.
+    """
+
+    @classmethod
+    def wrap(cls, local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> "RaggedShardDTensor":
+        """Wraps a rank's slice; nothing is copied and nothing is checked."""
+        return cast(RaggedShardDTensor, make_wrapper(cls, local, spec, requires_grad=requires_grad))
+
+    @classmethod
+    def from_full(cls, full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> "RaggedShardDTensor":
+        """Takes this rank's slice of a full tensor that every rank has. No communication.
+
+        Args:
+            full: The full tensor, equal on all ranks.
+            mesh: Mesh to shard over.
+            placements: One per mesh axis, exactly one of them a :class:`RaggedShard`.
+        """
+        meta = TensorMeta(full.shape, full.contiguous().stride(), full.dtype)
+        spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+        return cls.wrap(slice_full(full.detach(), spec).clone(), spec, requires_grad=full.requires_grad)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return table.find(func)(func, args, kwargs or {})
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's slice, differentiable.
+
+        Args:
+            grad_placements: Not used: the gradient of a slice is a slice.
+
+        Shapes:
+            Result: ``[local numel]``.
+        """
+        if torch.is_grad_enabled() and self.requires_grad:
+            return cast(torch.Tensor, _ToLocal.apply(self))
+        return self._local_tensor
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The full tensor on every rank. A collective; differentiable.
+
+        The gradient that flows back is averaged over all data-parallel ranks, as the engine averages gradients, so a loss
+        that reads a sharded weight directly gets the same gradient as one that goes through the module's forward.
+
+        Args:
+            grad_placements: Not used: see above.
+        """
+        if torch.is_grad_enabled() and self.requires_grad:
+            return cast(torch.Tensor, _FullTensor.apply(self))
+        return gather_full(self._local_tensor, self._spec)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """Replicates the tensor, or shards it evenly by ``Shard(dim)``, on the same mesh. A collective.
+
+        Raises:
+            ValueError: If the mesh differs or a placement is neither ``Replicate``, ``Shard`` nor this tensor's own.
+        """
+        if device_mesh is not None and device_mesh != self._spec.mesh:
+            raise ValueError(f"redistribute stays on the tensor's mesh {self._spec.mesh}, got {device_mesh}")
+        wanted = tuple(placements) if placements is not None else self._spec.placements
+        if wanted == self._spec.placements:
+            return self
+        if not all(isinstance(placement, (Replicate, Shard)) for placement in wanted):
+            raise ValueError(f"redistribute from {self._spec.placements} expects Replicate or Shard, got {wanted}")
+        full = self.full_tensor()
+        if forward_dtype is not None:
+            full = full.to(forward_dtype)
+        replicated = DTensor.from_local(full, self._spec.mesh, [Replicate()] * len(wanted), run_check=False)
+        return replicated.redistribute(placements=wanted)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return (
+            f"RaggedShardDTensor(shape={tuple(self.shape)}, dtype={self.dtype}, placements={self._spec.placements}, "
+            f"local={self._local_tensor})"
+        )
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, Any], flatten_spec: Any, outer_size: Any, outer_stride: Any
+    ) -> "RaggedShardDTensor":
+        placements, meta, _, requires_grad = flatten_spec
+        spec = DTensorSpec(
+            inner_tensors["device_mesh"], placements, tensor_meta=TensorMeta(outer_size, outer_stride, meta.dtype)
+        )
+        return RaggedShardDTensor.wrap(inner_tensors["_local_tensor"], spec, requires_grad=requires_grad)
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedShardDTensor) -> torch.Tensor:
+        ctx.spec = tensor._spec
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return RaggedShardDTensor.wrap(grads[0], ctx.spec)
+
+
+class _FullTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedShardDTensor) -> torch.Tensor:
+        ctx.spec = tensor._spec
+        return gather_full(tensor._local_tensor, tensor._spec)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return RaggedShardDTensor.wrap(scatter_mean(grads[0], ctx.spec), ctx.spec)
