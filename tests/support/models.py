@@ -149,3 +149,40 @@ def my_rows(batch: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     """Return the rows of a global batch that belong to ``rank``."""
     assert batch.shape[0] % world_size == 0, f"{batch.shape[0]} rows over {world_size} ranks"
     return batch.chunk(world_size)[rank]
+
+
+class OddBlock(nn.Module):
+    """A residual block with parameters of odd shapes: 0-dim, one element, empty, tiny, and a transposed view."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+        self.gate = nn.Parameter(torch.tensor([1.3]))
+        self.nothing = nn.Parameter(torch.empty(0, width))
+        self.three = nn.Parameter(torch.randn(3))
+        self.transposed = nn.Parameter(torch.randn(7, width).t())
+        self.out = nn.Linear(7, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map ``[..., 5]`` to ``[..., 5]``; every parameter takes part."""
+        hidden = torch.tanh(x @ self.transposed * self.temperature)
+        nothing = (x @ self.nothing.t()).sum(-1, keepdim=True)
+        return x + self.gate * self.out(hidden) + self.three.sum() * 0.1 + nothing
+
+
+class OddModel(nn.Module):
+    """Two :class:`OddBlock` and a root with odd parameters of its own."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.scale = nn.Parameter(torch.tensor(1.1))
+        self.blocks = nn.ModuleList([OddBlock(), OddBlock()])
+        self.shift = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map ``[..., 5]`` to ``[..., 5]``."""
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return x + self.shift
