@@ -13,11 +13,12 @@ follows from the start of a parameter and S by arithmetic, so a rank knows every
 whatever the number of ranks.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-__all__ = ["FlatLayout", "LocalSlice", "ParamSpan", "ParamSpec", "local_slice"]
+__all__ = ["FlatLayout", "LocalSlice", "ParamSpan", "ParamSpec", "Partition", "local_slice", "partition"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,41 @@ def local_slice(start: int, numel: int, shard_numel: int, rank: int) -> LocalSli
     return LocalSlice(lower - start, shard_offset, upper - lower)
 
 
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A flat tensor cut into consecutive pieces, members and the gaps around them. Units: elements.
+
+    Attributes:
+        sizes: Lengths of all pieces, in order; they add up to the whole.
+        is_member: Whether the piece belongs to a member (else it is padding).
+    """
+
+    sizes: tuple[int, ...]
+    is_member: tuple[bool, ...]
+
+
+def partition(ranges: Iterable[tuple[int, int]], total: int) -> Partition:
+    """Cuts ``[0, total)`` at the given members.
+
+    Args:
+        ranges: ``(start, numel)`` of the members, ascending and not overlapping; where an empty one starts is ignored.
+        total: Length of the whole. Units: elements.
+    """
+    sizes: list[int] = []
+    is_member: list[bool] = []
+    end = 0
+    for start, numel in (*ranges, (total, -1)):
+        if numel and start > end:
+            sizes.append(start - end)
+            is_member.append(False)
+            end = start
+        if numel >= 0:
+            sizes.append(numel)
+            is_member.append(True)
+            end += numel
+    return Partition(tuple(sizes), tuple(is_member))
+
+
 @dataclass(frozen=True)
 class FlatLayout:
     """Places of a bucket's parameters in its flat buffer.
@@ -142,11 +178,10 @@ class FlatLayout:
         return tuple(local_slice(span.start, span.numel, self.shard_numel, rank) for span in self.spans)
 
     @cached_property
-    def gaps(self) -> tuple[ParamSpan, ...]:
-        """Ranges of the flat buffer that belong to no parameter (padding), in ascending order."""
-        gaps, end = [], 0
-        for span in (*self.spans, ParamSpan(self.padded_numel, 0)):
-            if span.start > end:
-                gaps.append(ParamSpan(end, span.start - end))
-            end = span.stop
-        return tuple(gaps)
+    def partition(self) -> Partition:
+        """The flat buffer cut into parameters and padding."""
+        return partition(((span.start, span.numel) for span in self.spans), self.padded_numel)
+
+    def local_partition(self, rank: int) -> Partition:
+        """The shard of ``rank`` cut into its parts of the parameters and padding."""
+        return partition(((s.shard_offset, s.numel) for s in self.local_slices(rank)), self.shard_numel)

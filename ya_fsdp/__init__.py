@@ -1,0 +1,25 @@
+"""ya-fsdp: sharded data parallelism for transformer-like models.
+
+``fully_shard`` shards a module in place; everything else here configures it or describes what it yields.
+"""
+
+from ya_fsdp.fully_shard import UnshardHandle, YaFSDPModule, fully_shard
+from ya_fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ya_fsdp.ragged import RaggedShard, RaggedShardDTensor
+from ya_fsdp.report import MemoryReport, memory_report
+from ya_fsdp.state_dict import get_full_state_dict, load_full_state_dict
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "MemoryReport",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "RaggedShard",
+    "RaggedShardDTensor",
+    "UnshardHandle",
+    "YaFSDPModule",
+    "fully_shard",
+    "get_full_state_dict",
+    "load_full_state_dict",
+    "memory_report",
+]

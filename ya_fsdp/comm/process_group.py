@@ -1,0 +1,57 @@
+"""The default backend: ``torch.distributed`` (NCCL on GPUs, gloo on CPU)."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ya_fsdp._torch_compat import all_gather, reduce_scatter
+from ya_fsdp.comm.base import Pending
+from ya_fsdp.comm.reduction import Reduction
+
+__all__ = ["ProcessGroupCollectives"]
+
+
+class ProcessGroupCollectives:
+    """Collectives over a process group. A group of one rank copies and does not communicate.
+
+    Args:
+        group: The process group of one mesh axis.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = group.rank()
+        self.world_size = group.size()
+
+    def all_gather(self, output: torch.Tensor, piece: torch.Tensor, *, async_op: bool) -> Pending | None:
+        """See :meth:`ya_fsdp.comm.Collectives.all_gather`."""
+        if self.world_size == 1:
+            return _copy(output, piece)
+        work: Any = all_gather(output, piece, group=self.group, async_op=async_op)
+        return work  # type: ignore[no-any-return]
+
+    def reduce_scatter(
+        self, output: torch.Tensor, staging: torch.Tensor, reduction: Reduction, *, async_op: bool
+    ) -> Pending | None:
+        """See :meth:`ya_fsdp.comm.Collectives.reduce_scatter`."""
+        if self.world_size == 1:
+            return _copy(output, staging)
+        work: Any = reduce_scatter(output, staging, op=reduction.op, group=self.group, async_op=async_op)
+        return work  # type: ignore[no-any-return]
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, *, async_op: bool) -> Pending | None:
+        """See :meth:`ya_fsdp.comm.Collectives.all_reduce`."""
+        if self.world_size == 1:
+            return None
+        work: Any = dist.all_reduce(tensor, op=reduction.op, group=self.group, async_op=async_op)
+        return work  # type: ignore[no-any-return]
+
+
+def _copy(output: torch.Tensor, piece: torch.Tensor) -> None:
+    in_place = (
+        output.untyped_storage()._cdata == piece.untyped_storage()._cdata
+        and output.storage_offset() == piece.storage_offset()
+    )
+    if not in_place:
+        output.copy_(piece)

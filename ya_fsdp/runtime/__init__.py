@@ -1,0 +1,1 @@
+"""The step of a unit: buffers, buckets, states and hooks."""

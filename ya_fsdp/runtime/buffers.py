@@ -1,0 +1,107 @@
+"""Memory that gathered parameters live in.
+
+A :class:`Buffer` is one storage that is never replaced, only resized, because autograd's saved tensors point into it.
+"""
+
+import weakref
+from typing import Protocol
+
+import torch
+
+from ya_fsdp.runtime.buffer_plan import BufferPlan
+from ya_fsdp.runtime.device import DeviceRuntime, Event
+
+__all__ = ["Buffer", "BufferPool", "Tenant"]
+
+
+class Tenant(Protocol):
+    """Whoever gathers into a buffer."""
+
+    name: str
+
+
+class Buffer:
+    """One storage of fixed identity.
+
+    Args:
+        nbytes: Size while allocated.
+        runtime: Device to allocate on.
+        is_shared: Stays allocated between tenants, rather than only while it is occupied.
+    """
+
+    def __init__(self, nbytes: int, runtime: DeviceRuntime, *, is_shared: bool) -> None:
+        self.nbytes = nbytes
+        self.is_shared = is_shared
+        self._runtime = runtime
+        self._bytes: torch.Tensor | None = None
+        self._tenant: weakref.ref[Tenant] | None = None
+        self._vacated: Event | None = None
+
+    @property
+    def tenant(self) -> Tenant | None:
+        """Who occupies the buffer now."""
+        return self._tenant() if self._tenant is not None else None
+
+    @property
+    def live_nbytes(self) -> int:
+        """Bytes allocated at this moment."""
+        return 0 if self._bytes is None else self._bytes.untyped_storage().nbytes()
+
+    def occupy(self, tenant: Tenant) -> tuple[torch.Tensor, Event | None]:
+        """Gives the memory to ``tenant``.
+
+        Returns:
+            The whole buffer as bytes, and the event behind which it may be written. Shapes: ``[nbytes]``.
+        """
+        assert self.tenant is None, f"{tenant.name} was given a buffer that {self.tenant} occupies"
+        self._tenant = weakref.ref(tenant)
+        fresh = self._bytes is None or not self.live_nbytes
+        if self._bytes is None:
+            self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=self._runtime.device)
+        elif fresh:
+            self._bytes.untyped_storage().resize_(self.nbytes)
+        # Fresh memory may still be read by earlier work of the compute stream, which is where it came from.
+        return self._bytes, self._runtime.record() if fresh else self._vacated
+
+    def vacate(self) -> None:
+        """Takes the memory back from its tenant, behind the work that the current stream has been given."""
+        self._tenant = None
+        if self.is_shared:
+            self._vacated = self._runtime.record()
+        else:
+            self.free()
+
+    def free(self) -> None:
+        """Returns the memory to the allocator; views of it stay valid for the next time that it is occupied."""
+        assert self._tenant is None
+        if self._bytes is not None:
+            self._bytes.untyped_storage().resize_(0)
+
+
+class BufferPool:
+    """The shared buffers of a root and the plan that assigns them.
+
+    Args:
+        plan: Assignment, by the buckets' order.
+        runtime: Device to allocate on.
+    """
+
+    def __init__(self, plan: BufferPlan, runtime: DeviceRuntime) -> None:
+        self.plan = plan
+        self.shared = [Buffer(nbytes, runtime, is_shared=True) for nbytes in plan.shared_nbytes]
+        self._runtime = runtime
+
+    def home(self, index: int, nbytes: int) -> Buffer:
+        """Buffer that the plan gives to bucket ``index``, of ``nbytes`` bytes."""
+        assigned = self.plan.assignments[index]
+        return self.own(nbytes) if assigned is None else self.shared[assigned]
+
+    def own(self, nbytes: int) -> Buffer:
+        """A buffer for one bucket alone."""
+        return Buffer(nbytes, self._runtime, is_shared=False)
+
+    def free_idle(self) -> None:
+        """Frees shared buffers that nobody occupies."""
+        for buffer in self.shared:
+            if buffer.tenant is None:
+                buffer.free()

@@ -1,0 +1,130 @@
+"""From a unit's parameters to its buckets, one parameter at a time.
+
+No full-size copy is made: every rank copies its slice of each parameter into the bucket's flat shard and the modules let
+go of the original before the next one is touched.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ya_fsdp._torch_compat import DTensor
+from ya_fsdp.layout import ParamSpec, plan_contiguous
+from ya_fsdp.layout.planner import aligned_elements
+from ya_fsdp.policy import MixedPrecisionPolicy, ResolvedDtypes
+from ya_fsdp.ragged import RaggedShardDTensor
+from ya_fsdp.runtime.mesh import ShardMesh
+from ya_fsdp.runtime.param import ParamSite, YaFSDPParam
+from ya_fsdp.runtime.param_group import UnitPhase, UnitSettings, YaFSDPParamGroup
+
+__all__ = ["ParamUse", "build_groups", "find_params"]
+
+_MARK = "_ya_fsdp_sharded_as"
+
+
+class ParamUse:
+    """A parameter of a unit and the places that show it."""
+
+    def __init__(self, name: str, param: nn.Parameter) -> None:
+        self.name = name
+        self.param = param
+        self.sites: list[ParamSite] = []
+
+
+def find_params(modules: Iterable[tuple[str, nn.Module]], ignored: set[int]) -> list[ParamUse]:
+    """Parameters that the given modules own themselves, each once, with every place that shows it.
+
+    Args:
+        modules: Names and modules of the unit, without those that belong to units below.
+        ignored: ``id`` of the parameters to leave alone.
+
+    Raises:
+        ValueError: If a parameter cannot be sharded, or was sharded already under another name.
+    """
+    uses: dict[int, ParamUse] = {}
+    for owner, module in modules:
+        for name, param in module._parameters.items():
+            if param is None or id(param) in ignored:
+                continue
+            full_name = f"{owner}.{name}" if owner else name
+            if id(param) not in uses:
+                _check(full_name, param)
+                uses[id(param)] = ParamUse(full_name, param)
+            uses[id(param)].sites.append(ParamSite(module, name, owner))
+    return list(uses.values())
+
+
+def _check(name: str, param: nn.Parameter) -> None:
+    tied_to = getattr(param, _MARK, None)
+    if tied_to is not None:
+        raise ValueError(
+            f"{name} is tied to {tied_to}, which is sharded in another unit already, and the tie would be lost. Shard the "
+            f"modules that share the parameter in one call: fully_shard([first, second])."
+        )
+    if isinstance(param, RaggedShardDTensor):
+        raise ValueError(f"{name} is sharded already; do not call fully_shard on a module twice")
+    if isinstance(param, DTensor):
+        raise ValueError(
+            f"{name} is a DTensor placed as {param.placements}; this version shards plain tensors only. Apply fully_shard "
+            f"to the plain module, or pass the parameter in ignored_params."
+        )
+    if param.layout is not torch.strided:
+        raise ValueError(f"{name} has layout {param.layout}; only dense (strided) parameters can be sharded")
+    if is_traceable_wrapper_subclass(param):
+        raise ValueError(
+            f"{name} is a {type(param).__name__}, a tensor subclass that does not say how it is gathered; pass it in "
+            f"ignored_params or convert it to a plain tensor first"
+        )
+
+
+def build_groups(
+    uses: Sequence[ParamUse],
+    *,
+    kind: Hashable,
+    mesh: ShardMesh,
+    policy: MixedPrecisionPolicy,
+    alignment: int,
+    device: torch.device,
+    settings: UnitSettings,
+    phase: UnitPhase,
+) -> list[YaFSDPParamGroup]:
+    """Sorts parameters into buckets by dtype and ``requires_grad`` and shards them.
+
+    Args:
+        uses: The unit's parameters.
+        kind: Equal for units that are repetitions of one another.
+        mesh: Mesh to shard over.
+        policy: Dtypes.
+        alignment: Elements at whose multiples parameters and pieces start.
+        device: Where shards live.
+        settings: The unit's switches.
+        phase: The unit's place in its step.
+    """
+    buckets: dict[tuple[ResolvedDtypes, bool, bool], list[ParamUse]] = {}
+    for use in uses:
+        dtypes = ResolvedDtypes.resolve(use.param.dtype, policy)
+        buckets.setdefault((dtypes, use.param.requires_grad, use.param.is_meta), []).append(use)
+    groups = []
+    for key, members in buckets.items():
+        dtypes, _, is_meta = key
+        itemsizes = (dtypes.master.itemsize, dtypes.compute.itemsize, dtypes.reduce.itemsize)
+        specs = [ParamSpec(use.name, tuple(use.param.shape)) for use in members]
+        layout = plan_contiguous(specs, mesh.shard.world_size, aligned_elements(alignment, *itemsizes))
+        target = torch.device("meta") if is_meta else device
+        shard = torch.zeros(layout.shard_numel, dtype=dtypes.master, device=target)
+        params = []
+        for use, span, mine in zip(members, layout.spans, layout.local_slices(mesh.shard.rank), strict=True):
+            local = shard[mine.shard_offset : mine.shard_offset + mine.numel]
+            spec = mesh.spec(span.start, layout.shard_numel, use.param.shape, dtypes.master)
+            if not is_meta:
+                flat = use.param.detach().reshape(-1)
+                local.copy_(flat[mine.param_offset : mine.param_offset + mine.numel])
+            sharded = nn.Parameter(RaggedShardDTensor.wrap(local, spec), requires_grad=use.param.requires_grad)
+            params.append(YaFSDPParam(use.name, use.sites, use.param, span, sharded))
+            params[-1].to_sharded()
+            setattr(use.param, _MARK, use.name)
+            del use.param
+        groups.append(YaFSDPParamGroup((kind, key), params, layout, shard, mesh, dtypes, settings, phase))
+    return groups

@@ -1,0 +1,55 @@
+"""Streams and events, with one code path for accelerators and CPU.
+
+On an accelerator, gathers and reductions run on streams of their own and events order them against compute. Every
+tensor is allocated on the compute stream and a side stream starts only behind an event of that stream, so memory needs
+no ``record_stream`` and returns to the allocator in order. On CPU there are no streams: collectives are issued
+asynchronously and are waited for through their work handles.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["DeviceRuntime", "Event"]
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def wait(self, stream: Any = None) -> object:
+        """Makes a stream wait until the point is reached."""
+
+
+class DeviceRuntime:
+    """The streams on which one root's units gather, compute and reduce.
+
+    Args:
+        device: Where shards and buffers live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_async_host = device.type == "cpu"
+        """Collectives return work handles that the host waits for (CPU)."""
+        self._module: Any = None if self.is_async_host else torch.get_device_module(device)
+        # High priority: a collective that is ready should not queue behind compute kernels.
+        self.gather_stream: Any = None if self.is_async_host else self._module.Stream(priority=-1)
+        self.reduce_stream: Any = None if self.is_async_host else self._module.Stream(priority=-1)
+
+    def record(self) -> Event | None:
+        """Event behind everything issued so far on the current stream."""
+        if self._module is None:
+            return None
+        event = self._module.Event()
+        event.record(self._module.current_stream())
+        return event  # type: ignore[no-any-return]
+
+    def wait(self, event: Event | None) -> None:
+        """Makes the current stream wait for an event."""
+        if event is not None:
+            self._module.current_stream().wait_event(event)
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """Issues work on ``stream`` while the context is open."""
+        return nullcontext() if self._module is None else self._module.stream(stream)  # type: ignore[no-any-return]

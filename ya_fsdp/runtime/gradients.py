@@ -1,0 +1,87 @@
+"""From autograd's gradients to the input of a reduction: one pass that flattens, casts and fills the padding."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ya_fsdp.layout import FlatLayout
+from ya_fsdp.layout.columns import Block, ColumnChunk, column_chunks, param_blocks
+
+__all__ = ["GradientStager"]
+
+
+class GradientStager:
+    """Writes a bucket's gradients into staging tensors, whole or by column chunks.
+
+    Args:
+        layout: Layout of the bucket.
+        max_numel: Largest staging tensor. Units: elements.
+    """
+
+    def __init__(self, layout: FlatLayout, max_numel: int) -> None:
+        self.chunks = column_chunks(layout, max_numel)
+        self._sizes, self._is_param = layout.partition.sizes, layout.partition.is_member
+        self._blocks: list[list[tuple[int, Block]]] = []
+        if len(self.chunks) > 1:
+            self._blocks = [_chunk_blocks(layout, chunk) for chunk in self.chunks]
+
+    def fill(self, staging: torch.Tensor, chunk: int, grads: Sequence[torch.Tensor | None]) -> None:
+        """Fills the staging tensor of one chunk; a missing gradient becomes zeros, and so does padding.
+
+        Args:
+            staging: Receives the gradients. Shapes: ``[world_size * chunk width]``.
+            chunk: Index into :attr:`chunks`.
+            grads: One per parameter of the bucket, in layout order, or None.
+        """
+        if len(self.chunks) == 1:
+            self._fill_whole(staging, grads)
+        else:
+            self._fill_columns(staging, chunk, grads)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' ranges of a whole flat buffer. Shapes: ``[numel]`` each."""
+        parts = flat.split_with_sizes(self._sizes)
+        return [part for part, is_param in zip(parts, self._is_param, strict=True) if is_param]
+
+    def _fill_whole(self, staging: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> None:
+        targets, sources, zeros = [], [], []
+        remaining = iter(grads)
+        for part, is_param in zip(staging.split_with_sizes(self._sizes), self._is_param, strict=True):
+            grad = next(remaining) if is_param else None
+            if grad is None:
+                zeros.append(part)
+            else:
+                targets.append(part)
+                sources.append(grad.reshape(-1))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if zeros:
+            torch._foreach_zero_(zeros)
+
+    def _fill_columns(self, staging: torch.Tensor, chunk: int, grads: Sequence[torch.Tensor | None]) -> None:
+        covered = 0
+        blocks = self._blocks[chunk]
+        for index, block in blocks:
+            covered += block.rows * block.width if grads[index] is not None else 0
+        if covered < staging.numel():  # something is missing or padding: rare, and cheap next to the copies
+            staging.zero_()
+        targets, sources = [], []
+        flats = [None if grad is None else grad.reshape(-1) for grad in grads]
+        for index, block in blocks:
+            flat = flats[index]
+            if flat is None:
+                continue
+            size = (block.rows, block.width)
+            targets.append(staging.as_strided(size, (block.staging_stride, 1), staging.storage_offset() + block.staging_offset))
+            offset = flat.storage_offset() + block.param_offset
+            sources.append(flat.as_strided(size, (block.param_stride, 1), offset))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+
+def _chunk_blocks(layout: FlatLayout, chunk: ColumnChunk) -> list[tuple[int, Block]]:
+    return [
+        (index, block)
+        for index, span in enumerate(layout.spans)
+        for block in param_blocks(span, layout.shard_numel, chunk)
+    ]

@@ -1,0 +1,130 @@
+"""The only place that registers hooks: on modules, on outputs, and around inputs."""
+
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ya_fsdp._torch_compat import tree_flatten, tree_unflatten
+
+__all__ = ["PostBackward", "RegisterPostBackwardFunction", "UnitHooks", "on_gradient", "watch_inputs", "watch_outputs"]
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+
+
+class PostBackward(Protocol):
+    """Whatever wants to know that the backward has passed its inputs."""
+
+    def post_backward(self) -> None:
+        """Called once per forward, when the gradients of that forward's inputs are complete."""
+
+
+class RegisterPostBackwardFunction(torch.autograd.Function):
+    """Identity around a unit's inputs; its backward tells the parameter group that the unit is through."""
+
+    @staticmethod
+    def forward(ctx: Any, param_group: PostBackward, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.param_group = param_group
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.param_group.post_backward()
+        return (None, *grads)
+
+
+def watch_inputs(
+    param_group: PostBackward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Wraps the tensors among a forward's arguments that require gradients.
+
+    Returns:
+        The arguments with those tensors replaced, and whether there was one.
+    """
+    flat, rebuild = _flatten(args, kwargs)
+    places = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor) and value.requires_grad]
+    if not places:
+        return args, kwargs, False
+    wrapped = RegisterPostBackwardFunction.apply(param_group, *(flat[i] for i in places))
+    for place, tensor in zip(places, wrapped, strict=True):
+        flat[place] = tensor
+    args, kwargs = rebuild(flat)
+    return args, kwargs, True
+
+
+def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Flattens arguments; the common case of tensors and plain values at the top level avoids the pytree walk."""
+    values = [*args, *kwargs.values()]
+    if all(isinstance(value, (torch.Tensor, *_PLAIN)) for value in values):
+        num_args = len(args)
+        return values, lambda flat: (tuple(flat[:num_args]), dict(zip(kwargs, flat[num_args:], strict=True)))
+    flat, spec = tree_flatten((args, kwargs))
+    return flat, lambda leaves: tree_unflatten(leaves, spec)
+
+
+def watch_outputs(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
+    """Calls ``hook`` when the backward reaches a tensor of a forward's output."""
+    if isinstance(output, torch.Tensor):
+        if output.requires_grad:
+            output.register_hook(hook)
+        return
+    for value in tree_flatten(output)[0]:
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            value.register_hook(hook)
+
+
+def on_gradient(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Calls ``hook`` when a parameter's gradient has been accumulated."""
+    return param.register_post_accumulate_grad_hook(hook)
+
+
+class Unit(Protocol):
+    """Whatever wants to know when its modules run."""
+
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any: ...
+
+    def _forward_failed(self) -> None: ...
+
+
+class UnitHooks:
+    """Forward hooks of one unit: entered with the first of its modules to run, left when all of them have run.
+
+    Args:
+        modules: The unit's modules; they own this object.
+        unit: The unit.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], unit: Unit) -> None:
+        self._unit = unit
+        self._waiting: set[int] = set()
+        self._num_modules = 0
+        for index, module in enumerate(modules):
+            self._num_modules += 1
+            module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+            module.register_forward_hook(partial(self._leave, index), prepend=False, always_call=True)
+
+    def reset(self) -> None:
+        """Forgets a forward that did not run all modules, so that the next one enters the unit anew."""
+        self._waiting.clear()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._num_modules > 1:
+            if self._waiting:
+                return None
+            self._waiting.update(range(self._num_modules))
+        return self._unit._pre_forward(module, args, kwargs)
+
+    def _leave(self, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if output is None and sys.exc_info()[1] is not None:  # torch calls the hook because the forward raised
+            return self._unit._forward_failed()
+        if self._num_modules > 1:
+            self._waiting.discard(index)
+            if self._waiting:
+                return None
+        return self._unit._post_forward(module, args, output)

@@ -1,0 +1,56 @@
+"""The mesh that parameters are sharded over, and what each of its axes is for."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ya_fsdp._torch_compat import DTensorSpec, Placement, Replicate, TensorMeta
+from ya_fsdp.comm import Collectives, ProcessGroupCollectives
+from ya_fsdp.ragged import RaggedShard
+
+__all__ = ["ShardMesh"]
+
+
+@dataclass(frozen=True)
+class ShardMesh:
+    """A 1-D mesh to shard over, or a 2-D one whose first axis replicates and whose second shards.
+
+    Attributes:
+        mesh: The device mesh.
+
+    Raises:
+        ValueError: If the mesh has neither one nor two axes.
+    """
+
+    mesh: DeviceMesh
+
+    def __post_init__(self) -> None:
+        if self.mesh.ndim not in (1, 2):
+            raise ValueError(
+                f"fully_shard expects a mesh with 1 axis (shard) or 2 (replicate, shard), got {self.mesh.ndim}: {self.mesh}"
+            )
+
+    @cached_property
+    def shard(self) -> Collectives:
+        """Collectives along the sharding axis."""
+        return ProcessGroupCollectives(self.mesh.get_group(self.mesh.ndim - 1))
+
+    @cached_property
+    def replicate(self) -> Collectives | None:
+        """Collectives along the replicating axis; None without one."""
+        return ProcessGroupCollectives(self.mesh.get_group(0)) if self.mesh.ndim == 2 else None
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks whose gradients are averaged."""
+        return int(self.mesh.size())
+
+    def spec(self, start: int, shard_numel: int, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+        """DTensor spec of a parameter that starts at ``start`` of a bucket."""
+        stride = torch.empty(shape, device="meta").stride()
+        placements: tuple[Placement, ...] = (RaggedShard(start, shard_numel),)
+        if self.mesh.ndim == 2:
+            placements = (Replicate(), *placements)
+        return DTensorSpec(self.mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))

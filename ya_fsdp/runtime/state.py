@@ -1,0 +1,436 @@
+"""``YaFSDPState``: the step of one unit, and what the units of one root share.
+
+The life of a unit in a training step, in the order of this file: ``_pre_forward`` gathers, ``_post_forward`` reshards and
+watches the outputs, ``_pre_backward`` gathers again and looks ahead, the buckets' ``post_backward`` reshards and
+reduces, and ``_root_post_backward_final_callback`` ends the backward for all units.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ya_fsdp._common import ShardedState, TrainingState
+from ya_fsdp._torch_compat import _State, get_module_state, queue_backward_callback
+from ya_fsdp.policy import MixedPrecisionPolicy
+from ya_fsdp.runtime.buffer_plan import BucketInfo, plan_buffers
+from ya_fsdp.runtime.buffers import BufferPool
+from ya_fsdp.runtime.cast import cast_floating, move_to_device
+from ya_fsdp.runtime.comm_context import YaFSDPCommContext
+from ya_fsdp.runtime.contributions import resolve_missing
+from ya_fsdp.runtime.device import DeviceRuntime, Event
+from ya_fsdp.runtime.hooks import UnitHooks, on_gradient, watch_outputs
+from ya_fsdp.runtime.param_group import UnitPhase, UnitSettings, YaFSDPParamGroup
+
+__all__ = ["YaFSDPCommContext", "YaFSDPState", "YaFSDPStateContext"]
+
+
+class YaFSDPStateContext:
+    """What all states of one root share. Holds the states weakly: modules own them.
+
+    Attributes:
+        comm: Streams, buffers, the reduction in flight.
+        iter_forward_root: The state whose forward is the outermost one now.
+        is_last_backward: Whether the coming backward ends the iteration.
+        post_optim_event: Event that the gathers of the next forward wait for, instead of the current stream.
+        in_backward: A backward of this root's units is under way.
+    """
+
+    def __init__(self, states: Iterable["YaFSDPState"], comm: YaFSDPCommContext) -> None:
+        self._states = [weakref.ref(state) for state in states]
+        self.comm = comm
+        self.iter_forward_root: YaFSDPState | None = None
+        self.is_last_backward = True
+        self.post_optim_event: Event | None = None
+        self.in_backward = False
+        self.grad_enabled = True
+
+    @property
+    def all_states(self) -> list["YaFSDPState"]:
+        """The states in the root's tree, in module order."""
+        return [state for ref in self._states if (state := ref()) is not None]
+
+    def reset(self) -> None:
+        """Returns every unit to rest after an exception in a forward or backward."""
+        self.comm.reset()
+        self.iter_forward_root = None
+        self.in_backward = False
+        for state in self.all_states:
+            state.reset()
+
+
+class YaFSDPState(_State):
+    """One unit: a module, or several that are gathered together, with its buckets and its place in the step.
+
+    Args:
+        modules: The unit's modules.
+        policy: Dtypes.
+        device: Where the unit computes.
+        settings: Switches of the unit.
+        reshard_by_default: Whether ``reshard_after_forward`` was left to the engine: a root keeps its parameters.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        policy: MixedPrecisionPolicy,
+        device: torch.device,
+        settings: UnitSettings,
+        *,
+        reshard_by_default: bool,
+    ) -> None:
+        self.modules = [weakref.ref(module) for module in modules]
+        self.policy = policy
+        self.device = device
+        self.settings = settings
+        self.reshard_by_default = reshard_by_default
+        self.phase = UnitPhase()
+        self.groups: list[YaFSDPParamGroup] = []
+        self.name = type(modules[0]).__name__
+        self.forward_prefetch: list[weakref.ref[YaFSDPState]] | None = None
+        self.backward_prefetch: list[weakref.ref[YaFSDPState]] | None = None
+        self.is_root = False
+        self._context: YaFSDPStateContext | None = None
+        self._is_kept = False
+        self._arrived = 0
+        self._arrival_hooks: list[tuple[weakref.ref[nn.Parameter], RemovableHandle]] = []
+        # The modules' hooks own this object, and through it the state, so a deleted model leaves no cycle behind.
+        self._hooks = weakref.ref(UnitHooks(modules, self))
+
+    @property
+    def training_state(self) -> TrainingState:
+        """Where the unit is in its step."""
+        return self.phase.training_state
+
+    @property
+    def context(self) -> YaFSDPStateContext:
+        """What the units of the root share; exists from the root's first forward on."""
+        assert self._context is not None, f"{self.name} has not joined a root yet"
+        return self._context
+
+    # ---- the root --------------------------------------------------------------------------------------------------
+
+    def lazy_init(self) -> None:
+        """Makes this unit the root of all units below it, unless it belongs to a root already.
+
+        Raises:
+            RuntimeError: If a unit below is in the middle of a step under another root, or has no memory yet.
+        """
+        if self._context is not None:
+            return
+        root = self.modules[0]()
+        assert root is not None
+        states = _states_below(root, self)
+        for state in states:
+            if state._context is not None and any(group.open_forwards for group in state.groups):
+                raise RuntimeError(
+                    f"{self.name} becomes the root of {state.name}, which has a forward whose backward is pending; run "
+                    f"the backward (or reset_iter_state()) first"
+                )
+        comm = YaFSDPCommContext(DeviceRuntime(self.device))
+        context = YaFSDPStateContext(states, comm)
+        for state in states:
+            state.is_root = state is self
+            state._context = context
+            state.reshard()
+            state.check_materialised()
+        if self.reshard_by_default:
+            self.settings.reshard_after_forward = False
+        groups = [group for state in states for group in state.groups]
+        kept = [not state.settings.reshard_after_forward for state in states for _ in state.groups]
+        infos = [BucketInfo(g.kind, g.gathered_nbytes, keep) for g, keep in zip(groups, kept, strict=True)]
+        comm.pool = BufferPool(plan_buffers(infos), comm.runtime)
+        for index, group in enumerate(groups):
+            group.attach(comm, comm.pool.home(index, group.gathered_nbytes))
+
+    def check_materialised(self) -> None:
+        """Raises RuntimeError if a parameter is still on the meta device."""
+        for group in self.groups:
+            if group.shard.is_meta:
+                raise RuntimeError(
+                    f"{group.params[0].name} is still on the meta device; call to_empty(device=...) on the model and "
+                    f"initialise or load its parameters before the first forward"
+                )
+
+    def _root_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        context = self.context
+        context.iter_forward_root = self
+        context.grad_enabled = torch.is_grad_enabled()
+        runtime = context.comm.runtime
+        # Gathers read what the optimizer (or anybody else) last wrote to the shards.
+        behind_writes = context.post_optim_event or runtime.record()
+        context.post_optim_event = None
+        with runtime.on(runtime.gather_stream):
+            runtime.wait(behind_writes)
+        for state in context.all_states:
+            state.drop_kept()
+        if runtime.is_async_host:
+            return args, kwargs
+        return move_to_device(args, self.device), move_to_device(kwargs, self.device)
+
+    def drop_kept(self) -> None:
+        """Reshards what an earlier forward kept, because weights may have changed since; forgets broken forwards."""
+        self._reset_hooks()
+        if self._is_kept:
+            self._is_kept = False
+            self.reshard()
+
+    def _reset_hooks(self) -> None:
+        hooks = self._hooks()
+        if hooks is not None:
+            hooks.reset()
+
+    # ---- forward -----------------------------------------------------------------------------------------------------
+
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if self.phase.training_state is TrainingState.PRE_BACKWARD:
+            return self._cast_inputs(args, kwargs)  # recomputation: gathered, and its backward is watched already
+        self.lazy_init()
+        context = self.context
+        in_autograd = torch._C._current_graph_task_id() != -1
+        if context.in_backward and not in_autograd:
+            context.reset()  # the last backward broke off with an exception
+        if context.iter_forward_root is None and not in_autograd:
+            args, kwargs = self._root_pre_forward(args, kwargs)
+        self.phase.training_state = TrainingState.FORWARD
+        args, kwargs = self._cast_inputs(args, kwargs)
+        for group in self.groups:
+            group.gather()
+        if not in_autograd:
+            context.comm.forward_order.record(self)
+            self._prefetch_forward()
+        for group in self.groups:
+            group.wait_for_gather()
+        if torch.is_grad_enabled() and self.groups and not (in_autograd and self.groups[0].open_forwards):
+            args, kwargs = self._watch_backward(args, kwargs)  # unless this recomputes a forward that is watched
+        return args, kwargs
+
+    def _forward_failed(self) -> None:
+        """The unit's forward raised: everything returns to rest, so that the caller may catch the exception and go on."""
+        if self._context is not None and torch._C._current_graph_task_id() == -1:
+            self._context.reset()
+
+    def _watch_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        before = self.groups[0].open_forwards
+        for group in self.groups:
+            args, kwargs = group._register_post_backward_hook(args, kwargs)
+        if self.groups[0].open_forwards == before:
+            self._watch_arrivals()
+        elif self._arrival_hooks:
+            self._unwatch_arrivals()
+        return args, kwargs
+
+    def _watch_arrivals(self) -> None:
+        """Inputs need no gradient, so no node marks the end of the backward: count the parameters' gradients instead.
+
+        Only the gather buffer is given back when all have arrived. The reduction waits for the end of the backward,
+        because which gradients arrive may differ between ranks and the order of collectives must not.
+        """
+        wanted = [
+            param.unsharded_param
+            for group in self.groups
+            for param in group.params
+            if param.unsharded_param is not None and param.unsharded_param.requires_grad
+        ]
+        self._arrived = 0
+        if [id(ref()) for ref, _ in self._arrival_hooks] == [id(param) for param in wanted]:
+            return
+        self._unwatch_arrivals()
+        this, num_wanted = weakref.ref(self), len(wanted)
+
+        def arrived(_: torch.Tensor) -> None:
+            state = this()
+            if state is not None:
+                state._count_arrival(num_wanted)
+
+        self._arrival_hooks = [(weakref.ref(param), on_gradient(param, arrived)) for param in wanted]
+
+    def _unwatch_arrivals(self) -> None:
+        for _, handle in self._arrival_hooks:
+            handle.remove()
+        self._arrival_hooks = []
+
+    def _count_arrival(self, num_wanted: int) -> None:
+        self._arrived += 1
+        if self._arrived == num_wanted and self.settings.reshard_after_backward:
+            self.reshard()
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.policy.output_dtype is not None:
+            output = cast_floating(output, self.policy.output_dtype)
+        if self.phase.training_state is TrainingState.PRE_BACKWARD:
+            return output
+        context = self.context
+        in_autograd = torch._C._current_graph_task_id() != -1
+        if in_autograd or (context.grad_enabled and not self.settings.reshard_after_forward):
+            self._is_kept = True  # recomputed for a backward that follows at once, or asked to be kept
+        else:
+            self.reshard()
+        if torch.is_grad_enabled():
+            watch_outputs(output, self._pre_backward)
+        self.phase.training_state = TrainingState.IDLE
+        if not in_autograd and context.grad_enabled:
+            context.comm.post_forward_order.record(self)
+        if context.iter_forward_root is self:
+            self._end_root_forward()
+        return output
+
+    def _end_root_forward(self) -> None:
+        context = self.context
+        context.iter_forward_root = None
+        context.comm.forward_order.end()
+        for state in context.all_states:
+            state.reshard_unused()
+
+    def reshard_unused(self) -> None:
+        """Gives back what was gathered ahead and not used."""
+        for group in self.groups:
+            if group.sharded_state is ShardedState.GATHERING:
+                group.reshard()
+
+    # ---- backward ----------------------------------------------------------------------------------------------------
+
+    def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        context = self.context
+        if not context.in_backward:
+            context.in_backward = True
+            queue_backward_callback(self._root_post_backward_final_callback)
+        if self.phase.training_state is TrainingState.PRE_BACKWARD:
+            return grad
+        self.phase.training_state = TrainingState.PRE_BACKWARD
+        self._is_kept = False
+        if self.settings.unshard_in_backward:
+            for group in self.groups:
+                group.gather()
+        self._prefetch_backward()
+        for group in self.groups:
+            group.wait_for_gather()
+        return grad
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Ends a backward for all units: late reductions, missing gradients, memory."""
+        context = self.context
+        states = context.all_states
+        for state in states:
+            state.finish_backward()
+        context.comm.finish_reduction()
+        groups = [group for state in states for group in state.groups]
+        resolve_missing(groups)
+        for state in states:
+            state.reshard_unused()
+            state.phase.training_state = TrainingState.IDLE
+            if context.is_last_backward:
+                for group in state.groups:
+                    group.open_forwards = 0
+        if context.is_last_backward:
+            context.comm.post_forward_order.clear()
+        context.in_backward = False
+
+    def finish_backward(self) -> None:
+        """Reduces what no node of the backward has reduced: see ``post_backward`` and ``_watch_arrivals``."""
+        phase = self.phase.training_state
+        for group in self.groups:
+            if phase is TrainingState.PRE_BACKWARD:
+                group.post_backward()
+            elif phase is not TrainingState.POST_BACKWARD:
+                continue
+            if group.open_forwards or group.has_gradients():
+                group.reduce_gradients()
+
+    # ---- looking ahead -----------------------------------------------------------------------------------------------
+
+    def _prefetch_forward(self) -> None:
+        if self.forward_prefetch is not None:
+            targets = [state for ref in self.forward_prefetch if (state := ref()) is not None]
+        else:
+            following = self.context.comm.forward_order.next_after(self)
+            targets = [] if following is None else [following]
+        for target in targets:
+            target.gather_ahead()
+
+    def _prefetch_backward(self) -> None:
+        previous = self.context.comm.post_forward_order.previous(self, YaFSDPState.wants_gather)
+        if self.backward_prefetch is not None:
+            targets = [state for ref in self.backward_prefetch if (state := ref()) is not None]
+        else:
+            targets = [] if previous is None else [previous]
+        for target in targets:
+            if target.settings.unshard_in_backward:
+                target.gather_ahead()
+
+    def wants_gather(self) -> bool:
+        """Whether the unit has parameters that are not gathered."""
+        return any(group.sharded_state is ShardedState.SHARDED for group in self.groups)
+
+    def gather_ahead(self) -> None:
+        """Starts the unit's gathers if its buffers are free."""
+        if all(group.can_gather() for group in self.groups if group.sharded_state is ShardedState.SHARDED):
+            for group in self.groups:
+                group.gather()
+
+    def set_prefetch(
+        self, *, forward: "list[YaFSDPState] | None" = None, backward: "list[YaFSDPState] | None" = None
+    ) -> None:
+        """Fixes which units are gathered ahead in the forward or the backward."""
+        if forward is not None:
+            self.forward_prefetch = [weakref.ref(state) for state in forward]
+        if backward is not None:
+            self.backward_prefetch = [weakref.ref(state) for state in backward]
+
+    # ---- by hand -----------------------------------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Starts the unit's gathers."""
+        self.lazy_init()
+        runtime = self.context.comm.runtime
+        written = runtime.record()
+        with runtime.on(runtime.gather_stream):
+            runtime.wait(written)
+        for group in self.groups:
+            group.gather()
+
+    def wait_for_unshard(self) -> None:
+        """Waits for the unit's gathers and shows full parameters."""
+        for group in self.groups:
+            group.wait_for_gather()
+
+    def reshard(self) -> None:
+        """Shows sharded parameters and gives the buffers back."""
+        for group in self.groups:
+            group.reshard()
+
+    def reset(self) -> None:
+        """Returns to rest after an exception."""
+        self._reset_hooks()
+        self._is_kept = False
+        self._arrived = 0
+        self.phase.training_state = TrainingState.IDLE
+        for group in self.groups:
+            group.reset()
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        dtype = self.policy.param_dtype
+        if dtype is None or not self.policy.cast_forward_inputs:
+            return args, kwargs
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+
+def _states_below(root: nn.Module, root_state: YaFSDPState) -> list[YaFSDPState]:
+    """The states of a module tree in module order, with full names set on units and parameters."""
+    states: dict[int, YaFSDPState] = {id(root_state): root_state}
+    for name, module in root.named_modules():
+        state = get_module_state(module)
+        if isinstance(state, YaFSDPState):
+            if id(state) not in states or module is root:
+                state.name = name or type(module).__name__
+            states.setdefault(id(state), state)
+    names = {id(module._parameters): name for name, module in root.named_modules()}
+    for state in states.values():
+        for group in state.groups:
+            for param in group.params:
+                param.set_full_name(names)
+    return list(states.values())
+
