@@ -10,8 +10,8 @@ __all__ = ["install"]
 def install() -> None:
     """Registers the hooks on accelerate in this process, whether or not the start-up files are installed.
 
-    Call it before ``accelerate``'s state is created (before ``Accelerator()`` or ``TrainingArguments()``). The hooks take
-    effect only where ``FSDP_YA_FSDP_ENABLED`` is truthy or the launch flag is given.
+    Call it before ``accelerate``'s state is created (before ``Accelerator()`` or ``TrainingArguments()``). The hooks
+    take effect only where ``FSDP_YA_FSDP_ENABLED`` is truthy or the launch flag is given.
     """
     from accelerate_plugin.startup import register_hooks
 

@@ -1,13 +1,13 @@
 """Build backend: setuptools, and the interpreter start-up files at the top level of every wheel.
 
-accelerate has no plug-in point, so the package must be able to run a little code when an interpreter starts. Python looks
-for that only in ``*.pth`` (and, from 3.15 on, ``*.start``) files that lie directly in ``site-packages``. setuptools has no
-option for such files that also works for editable installs, and a wheel is a zip file with a list of its contents, so the
-files are added to the finished wheel. One function serves ``pip install .``, ``pip install -e .`` and wheels made from the
-source distribution.
+accelerate has no plug-in point, so the package must be able to run a little code when an interpreter starts. Python
+looks for that only in ``*.pth`` (and, from 3.15 on, ``*.start``) files that lie directly in ``site-packages``.
+setuptools has no option for such files that also works for editable installs, and a wheel is a zip file with a list of
+its contents, so the files are added to the finished wheel. One function serves ``pip install .``, ``pip install -e .``
+and wheels made from the source distribution.
 
-Both files carry the same base name on purpose: where Python knows ``.start`` files it ignores the ``import`` line of the
-``.pth`` file of that name, so the start-up code runs once, never twice.
+Both files carry the same base name on purpose: where Python knows ``.start`` files it ignores the ``import`` line of
+the ``.pth`` file of that name, so the start-up code runs once, never twice.
 """
 
 from __future__ import annotations

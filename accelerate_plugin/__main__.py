@@ -1,0 +1,43 @@
+"""``python -m accelerate_plugin launch ...``: ``accelerate launch`` with the hooks, start-up files or not.
+
+``python -m accelerate_plugin run SCRIPT ...`` (or ``run -m MODULE ...``) runs a script in this process with the hooks.
+"""
+
+import os
+import runpy
+import sys
+
+from accelerate_plugin import install
+
+_USAGE = """usage: python -m accelerate_plugin launch [arguments of accelerate launch]
+       python -m accelerate_plugin run SCRIPT [arguments]"""
+
+
+def _launch(arguments: list[str]) -> None:
+    from accelerate.commands import launch
+
+    parser = launch.launch_command_parser()
+    launch.launch_command(parser.parse_args(arguments))
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments[:1] == ["-m"]:
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = arguments
+    sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def main() -> None:
+    """Entry point of the module."""
+    commands = {"launch": _launch, "run": _run}
+    if len(sys.argv) < 2 or sys.argv[1] not in commands:
+        sys.exit(_USAGE)
+    install()
+    commands[sys.argv[1]](sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()
