@@ -9,6 +9,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as _foreach_utils_types
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "make_wrapper",
     "queue_backward_callback",
     "reduce_scatter",
+    "register_foreach_type",
     "tree_flatten",
     "tree_unflatten",
 ]
@@ -45,6 +48,13 @@ def make_wrapper(cls: type[DTensor], local: torch.Tensor, spec: DTensorSpec, *, 
     if _new_dtensor is None:
         return DTensor.__new__(cls, local, spec, requires_grad=requires_grad)
     return _new_dtensor(cls, local, spec, requires_grad=requires_grad)
+
+
+def register_foreach_type(cls: type[torch.Tensor]) -> None:
+    """Lets torch's optimizers and gradient clipping choose their list (foreach) and fused forms for a tensor type."""
+    for supported in (_foreach_utils_types, _optimizer_types):
+        if cls not in supported:
+            supported.append(cls)
 
 
 def queue_backward_callback(callback: Any) -> None:

@@ -12,7 +12,7 @@ from ya_fsdp._torch_compat import FSDPModule, get_module_state, insert_module_st
 from ya_fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, ResolvedDtypes
 from ya_fsdp.runtime.build import build_groups, find_params
 from ya_fsdp.runtime.mesh import ShardMesh
-from ya_fsdp.runtime.param_group import UnitSettings
+from ya_fsdp.runtime.settings import UnitSettings
 from ya_fsdp.runtime.state import YaFSDPState
 
 __all__ = ["UnshardHandle", "YaFSDPModule", "fully_shard"]
@@ -66,8 +66,8 @@ def fully_shard(
         module: The module, or several that make one unit (modules that share a tied parameter must).
         mesh: 1-D mesh to shard over, or 2-D to shard over its second axis and replicate over its first. ``None``: all
             ranks of the default process group.
-        reshard_after_forward: ``True`` frees the full parameters after the forward and gathers them again for the backward;
-            ``False`` keeps them; ``None`` is ``False`` for the root and ``True`` below it.
+        reshard_after_forward: ``True`` frees the full parameters after the forward and gathers them again for the
+            backward; ``False`` keeps them; ``None`` is ``False`` for the root and ``True`` below it.
         mp_policy: Dtypes of compute, reduction and output.
         offload_policy: Where shards live.
         ignored_params: Parameters to leave alone: not sharded, not gathered, not reduced.
@@ -88,12 +88,10 @@ def fully_shard(
     managed = list(_managed_modules(modules))
     uses = find_params(managed, {id(param) for param in ignored_params or ()})
     _move_buffers((member for _, member in managed), device)
-    state = YaFSDPState(
-        modules, mp_policy, device, settings, reshard_by_default=reshard_after_forward is None
-    )
+    state = YaFSDPState(modules, mp_policy, device, settings, reshard_by_default=reshard_after_forward is None)
     state.groups = build_groups(
         uses,
-        kind=type(modules[0]),
+        kind=type(modules[0]).__qualname__,
         mesh=shard_mesh,
         policy=mp_policy,
         alignment=shard_alignment,
@@ -104,8 +102,8 @@ def fully_shard(
     for member in modules:
         insert_module_state(member, state)
         member.__class__ = _sharded_class(type(member))
-        member.register_state_dict_pre_hook(_before_state_dict)
-        member.register_load_state_dict_post_hook(_after_load_state_dict)
+        member.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]
+        member.register_load_state_dict_post_hook(_after_load_state_dict)  # type: ignore[no-untyped-call]
     return module
 
 
@@ -123,7 +121,7 @@ class UnshardHandle:
 
 
 class YaFSDPModule(FSDPModule):
-    """What ``fully_shard`` adds to a module's class. Derives from torch's own, so that ``isinstance`` tests go on working."""
+    """What ``fully_shard`` adds to a module's class; derives from torch's own, so that ``isinstance`` tests hold."""
 
     _orig_cls_mro_index = 3  # (sharded class, YaFSDPModule, FSDPModule, the user's class)
 
@@ -218,7 +216,7 @@ class YaFSDPModule(FSDPModule):
         """Uses sums only, and divides outside of the collective."""
         self._get_fsdp_state().settings.force_sum_reduction = enable
 
-    def set_reduce_scatter_unused_params(self, enable: bool, *args: Any, **kwargs: Any) -> None:
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Accepted for compatibility: parameters without a gradient are always reduced as zeros."""
 
     def release_buffers(self) -> None:
@@ -231,7 +229,7 @@ class YaFSDPModule(FSDPModule):
         states = self._states(recurse=True)
         for state in states:
             state.reshard()
-        result = nn.Module._apply(self, *args, **kwargs)  # type: ignore[arg-type]
+        result = nn.Module._apply(self, *args, **kwargs)  # type: ignore[arg-type,no-untyped-call]
         _adopt(self._get_fsdp_state())
         return result
 
@@ -301,7 +299,8 @@ def _check_modules(modules: list[nn.Module]) -> None:
             raise ValueError(f"fully_shard expects an nn.Module or a list of them, got {type(module).__name__}")
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ValueError(
-                f"fully_shard cannot shard a {type(module).__name__}: it has no forward to gather for. Shard its members."
+                f"fully_shard cannot shard a {type(module).__name__}: it has no forward to gather for. Shard its "
+                f"members."
             )
         if get_module_state(module) is not None:
             raise ValueError(
@@ -348,7 +347,9 @@ def _managed_modules(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]
 
 def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
-        raise ValueError("fully_shard needs a mesh or an initialised process group: call torch.distributed.init_process_group")
+        raise ValueError(
+            "fully_shard needs a mesh or an initialised process group: call torch.distributed.init_process_group"
+        )
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
 

@@ -70,7 +70,9 @@ def load_full_state_dict(
         dist.broadcast_object_list(box, src=0)
         shapes = box[0]
     missing, unexpected = [n for n in own if n not in shapes], [n for n in shapes if n not in own]
-    wrong = [f"{n}: {shapes[n]} for {tuple(own[n].shape)}" for n in own if n in shapes and shapes[n] != tuple(own[n].shape)]
+    wrong = [
+        f"{n}: {shapes[n]} for {tuple(own[n].shape)}" for n in own if n in shapes and shapes[n] != tuple(own[n].shape)
+    ]
     if wrong or (strict and (missing or unexpected)):
         raise RuntimeError(
             f"the state dict does not fit {type(model).__name__}: missing {missing}, unexpected {unexpected}, "
@@ -98,4 +100,3 @@ def _load_one(target: torch.Tensor, source: torch.Tensor | None, *, from_rank0: 
         assert source is not None
         full = source.detach()
     local.copy_(full if ragged is None else slice_full(full, ragged._spec))
-

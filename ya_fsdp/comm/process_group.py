@@ -27,7 +27,8 @@ class ProcessGroupCollectives:
     def all_gather(self, output: torch.Tensor, piece: torch.Tensor, *, async_op: bool) -> Pending | None:
         """See :meth:`ya_fsdp.comm.Collectives.all_gather`."""
         if self.world_size == 1:
-            return _copy(output, piece)
+            _copy(output, piece)
+            return None
         work: Any = all_gather(output, piece, group=self.group, async_op=async_op)
         return work  # type: ignore[no-any-return]
 
@@ -36,7 +37,8 @@ class ProcessGroupCollectives:
     ) -> Pending | None:
         """See :meth:`ya_fsdp.comm.Collectives.reduce_scatter`."""
         if self.world_size == 1:
-            return _copy(output, staging)
+            _copy(output, staging)
+            return None
         work: Any = reduce_scatter(output, staging, op=reduction.op, group=self.group, async_op=async_op)
         return work  # type: ignore[no-any-return]
 

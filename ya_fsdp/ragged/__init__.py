@@ -1,5 +1,6 @@
 """Sharded tensors: placement, type, operators, and conversion from and to full tensors."""
 
+from ya_fsdp._torch_compat import register_foreach_type
 from ya_fsdp.ragged import ops as _ops  # noqa: F401 (fills the op table)
 from ya_fsdp.ragged.convert import gather_full, local_range, scatter_mean, slice_full
 from ya_fsdp.ragged.dtensor import RaggedShardDTensor
@@ -14,3 +15,5 @@ __all__ = [
     "scatter_mean",
     "slice_full",
 ]
+
+register_foreach_type(RaggedShardDTensor)

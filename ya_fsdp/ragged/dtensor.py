@@ -42,12 +42,8 @@ class RaggedShardDTensor(DTensor):
         return cls.wrap(slice_full(full.detach(), spec).clone(), spec, requires_grad=full.requires_grad)
 
     @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return table.find(func)(func, args, kwargs or {})
 
@@ -61,20 +57,20 @@ class RaggedShardDTensor(DTensor):
             Result: ``[local numel]``.
         """
         if torch.is_grad_enabled() and self.requires_grad:
-            return cast(torch.Tensor, _ToLocal.apply(self))
+            return cast(torch.Tensor, _ToLocal.apply(self))  # type: ignore[no-untyped-call]
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The full tensor on every rank. A collective; differentiable.
 
-        The gradient that flows back is averaged over all data-parallel ranks, as the engine averages gradients, so a loss
-        that reads a sharded weight directly gets the same gradient as one that goes through the module's forward.
+        The gradient that flows back is averaged over all data-parallel ranks, as the engine averages gradients, so a
+        loss that reads a sharded weight directly gets the same gradient as one that goes through the module's forward.
 
         Args:
             grad_placements: Not used: see above.
         """
         if torch.is_grad_enabled() and self.requires_grad:
-            return cast(torch.Tensor, _FullTensor.apply(self))
+            return cast(torch.Tensor, _FullTensor.apply(self))  # type: ignore[no-untyped-call]
         return gather_full(self._local_tensor, self._spec)
 
     def redistribute(
@@ -104,7 +100,7 @@ class RaggedShardDTensor(DTensor):
         replicated = DTensor.from_local(full, self._spec.mesh, [Replicate()] * len(wanted), run_check=False)
         return replicated.redistribute(placements=wanted)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"RaggedShardDTensor(shape={tuple(self.shape)}, dtype={self.dtype}, placements={self._spec.placements}, "
             f"local={self._local_tensor})"

@@ -89,9 +89,7 @@ def _keeps_layout(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _same_shape_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
     tensor = args[0]
     sizes = list(args[1])
-    if len(sizes) == tensor.dim() and all(
-        size in (full, -1) for size, full in zip(sizes, tensor.shape, strict=True)
-    ):
+    if len(sizes) == tensor.dim() and all(size in (full, -1) for size, full in zip(sizes, tensor.shape, strict=True)):
         return RaggedShardDTensor.wrap(tensor._local_tensor, tensor._spec)
     raise _refuse(func, f"a slice cannot be viewed as {tuple(sizes)}", tensor)
 
@@ -129,7 +127,7 @@ def _all_reduce(local: torch.Tensor, spec: DTensorSpec, op: Any) -> torch.Tensor
 
 
 def _power_sums(locals_: list[torch.Tensor], order: float) -> torch.Tensor:
-    """Per tensor: sum of |x|^order, or the extreme magnitude for an infinite order. Shapes: result ``[len(locals_)]``."""
+    """Per tensor: sum of |x|^order, or the extreme magnitude for an infinite order."""
     if order in (float("inf"), -float("inf")):
         empty = 0.0 if order > 0 else float("inf")
         return torch.stack(
@@ -200,7 +198,7 @@ def _reduction(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
     local, packet, dtype = tensor._local_tensor, func.overloadpacket, kwargs.get("dtype")
     if packet is aten.mean:
         total = _all_reduce(torch.sum(local, dtype=dtype), tensor._spec, dist.ReduceOp.SUM)
-        return total / max(tensor.numel(), 1)
+        return total.div_(max(tensor.numel(), 1))
     op, neutral = _REDUCTIONS[packet]
     if packet is aten.sum:
         return _all_reduce(torch.sum(local, dtype=dtype), tensor._spec, op)

@@ -17,7 +17,9 @@ __all__ = ["Buffer", "BufferPool", "Tenant"]
 class Tenant(Protocol):
     """Whoever gathers into a buffer."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Name for messages."""
 
 
 class Buffer:

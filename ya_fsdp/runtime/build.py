@@ -1,10 +1,11 @@
 """From a unit's parameters to its buckets, one parameter at a time.
 
-No full-size copy is made: every rank copies its slice of each parameter into the bucket's flat shard and the modules let
-go of the original before the next one is touched.
+No full-size copy is made: every rank copies its slice of each parameter into the bucket's flat shard and the modules
+let go of the original before the next one is touched.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,8 @@ from ya_fsdp.policy import MixedPrecisionPolicy, ResolvedDtypes
 from ya_fsdp.ragged import RaggedShardDTensor
 from ya_fsdp.runtime.mesh import ShardMesh
 from ya_fsdp.runtime.param import ParamSite, YaFSDPParam
-from ya_fsdp.runtime.param_group import UnitPhase, UnitSettings, YaFSDPParamGroup
+from ya_fsdp.runtime.param_group import YaFSDPParamGroup
+from ya_fsdp.runtime.settings import UnitPhase, UnitSettings
 
 __all__ = ["ParamUse", "build_groups", "find_params"]
 
@@ -56,19 +58,19 @@ def find_params(modules: Iterable[tuple[str, nn.Module]], ignored: set[int]) -> 
     return list(uses.values())
 
 
-def _check(name: str, param: nn.Parameter) -> None:
+def _check(name: str, param: Any) -> None:
     tied_to = getattr(param, _MARK, None)
     if tied_to is not None:
         raise ValueError(
-            f"{name} is tied to {tied_to}, which is sharded in another unit already, and the tie would be lost. Shard the "
-            f"modules that share the parameter in one call: fully_shard([first, second])."
+            f"{name} is tied to {tied_to}, which is sharded in another unit already, and the tie would be lost. Shard "
+            f"the modules that share the parameter in one call: fully_shard([first, second])."
         )
     if isinstance(param, RaggedShardDTensor):
         raise ValueError(f"{name} is sharded already; do not call fully_shard on a module twice")
     if isinstance(param, DTensor):
         raise ValueError(
-            f"{name} is a DTensor placed as {param.placements}; this version shards plain tensors only. Apply fully_shard "
-            f"to the plain module, or pass the parameter in ignored_params."
+            f"{name} is a DTensor placed as {param.placements}; this version shards plain tensors only. Apply "
+            f"fully_shard to the plain module, or pass the parameter in ignored_params."
         )
     if param.layout is not torch.strided:
         raise ValueError(f"{name} has layout {param.layout}; only dense (strided) parameters can be sharded")

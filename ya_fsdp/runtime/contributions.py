@@ -1,9 +1,9 @@
 """Which parameters got a gradient, on any rank.
 
-A parameter without a gradient on this rank adds zeros to the reduction, so the average over ranks is right whether or not
-ranks agree. What remains to be told apart is "no gradient anywhere", where ``.grad`` stays None as in a plain module. One
-small all-reduce per backward settles it, and only a rank that misses a gradient reads its result: a model that uses
-all of its parameters never makes the host wait for the device.
+A parameter without a gradient on this rank adds zeros to the reduction, so the average over ranks is right whether or
+not ranks agree. What remains to be told apart is "no gradient anywhere", where ``.grad`` stays None as in a plain
+module. One small all-reduce per backward settles it, and only a rank that misses a gradient reads its result: a model
+that uses all of its parameters never makes the host wait for the device.
 """
 
 from collections.abc import Iterable
@@ -29,25 +29,25 @@ def resolve_missing(groups: Iterable[YaFSDPParamGroup]) -> None:
     """
     by_mesh: dict[DeviceMesh, list[YaFSDPParamGroup]] = {}
     for group in groups:
-        if group.is_reduced:
-            group.is_reduced = False
+        if group.reducer.has_reduced:
+            group.reducer.has_reduced = False
             by_mesh.setdefault(group.mesh.mesh, []).append(group)
     for members in by_mesh.values():
         mesh = members[0].mesh
         if mesh.num_ranks > 1:
             _resolve(members, mesh)
         for group in members:
-            group.missing.clear()
+            group.reducer.missing.clear()
 
 
 def _resolve(groups: list[YaFSDPParamGroup], mesh: ShardMesh) -> None:
     numbers = [len(group.params) for group in groups]
     flags = torch.ones(sum(numbers), dtype=torch.int32, device=groups[0].shard.device)
-    is_complete = not any(group.missing for group in groups)
+    is_complete = not any(group.reducer.missing for group in groups)
     if not is_complete:
         host = [1] * sum(numbers)
         for offset, group in zip(_offsets(numbers), groups, strict=True):
-            for index, _ in group.missing:
+            for index, _ in group.reducer.missing:
                 host[offset + index] = 0
         flags.copy_(torch.tensor(host, dtype=torch.int32))
     axes: list[Collectives] = [mesh.shard] if mesh.replicate is None else [mesh.shard, mesh.replicate]
@@ -57,9 +57,9 @@ def _resolve(groups: list[YaFSDPParamGroup], mesh: ShardMesh) -> None:
         return
     anywhere = flags.tolist()
     for offset, group in zip(_offsets(numbers), groups, strict=True):
-        for index, view in group.missing:
+        for index, view in group.reducer.missing:
             if anywhere[offset + index]:
-                group.assign_missing(index, view)
+                group.reducer.assign_missing(index, view)
 
 
 def _offsets(numbers: list[int]) -> list[int]:

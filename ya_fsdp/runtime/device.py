@@ -32,14 +32,14 @@ class DeviceRuntime:
         self.device = device
         self.is_async_host = device.type == "cpu"
         """Collectives return work handles that the host waits for (CPU)."""
-        self._module: Any = None if self.is_async_host else torch.get_device_module(device)
+        self._module: Any = torch.get_device_module(device)
         # High priority: a collective that is ready should not queue behind compute kernels.
         self.gather_stream: Any = None if self.is_async_host else self._module.Stream(priority=-1)
         self.reduce_stream: Any = None if self.is_async_host else self._module.Stream(priority=-1)
 
     def record(self) -> Event | None:
         """Event behind everything issued so far on the current stream."""
-        if self._module is None:
+        if self.is_async_host:
             return None
         event = self._module.Event()
         event.record(self._module.current_stream())
@@ -52,4 +52,4 @@ class DeviceRuntime:
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Issues work on ``stream`` while the context is open."""
-        return nullcontext() if self._module is None else self._module.stream(stream)  # type: ignore[no-any-return]
+        return nullcontext() if self.is_async_host else self._module.stream(stream)

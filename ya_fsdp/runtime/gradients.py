@@ -4,10 +4,16 @@ from collections.abc import Sequence
 
 import torch
 
-from ya_fsdp.layout import FlatLayout
+from ya_fsdp.layout import FlatLayout, Partition
 from ya_fsdp.layout.columns import Block, ColumnChunk, column_chunks, param_blocks
 
-__all__ = ["GradientStager"]
+__all__ = ["GradientStager", "member_views"]
+
+
+def member_views(flat: torch.Tensor, cuts: Partition) -> list[torch.Tensor]:
+    """The members' pieces of a flat tensor. Shapes: ``[numel]`` each."""
+    parts = flat.split_with_sizes(cuts.sizes)
+    return [part for part, is_member in zip(parts, cuts.is_member, strict=True) if is_member]
 
 
 class GradientStager:
@@ -20,7 +26,7 @@ class GradientStager:
 
     def __init__(self, layout: FlatLayout, max_numel: int) -> None:
         self.chunks = column_chunks(layout, max_numel)
-        self._sizes, self._is_param = layout.partition.sizes, layout.partition.is_member
+        self._partition = layout.partition
         self._blocks: list[list[tuple[int, Block]]] = []
         if len(self.chunks) > 1:
             self._blocks = [_chunk_blocks(layout, chunk) for chunk in self.chunks]
@@ -38,15 +44,10 @@ class GradientStager:
         else:
             self._fill_columns(staging, chunk, grads)
 
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' ranges of a whole flat buffer. Shapes: ``[numel]`` each."""
-        parts = flat.split_with_sizes(self._sizes)
-        return [part for part, is_param in zip(parts, self._is_param, strict=True) if is_param]
-
     def _fill_whole(self, staging: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> None:
         targets, sources, zeros = [], [], []
-        remaining = iter(grads)
-        for part, is_param in zip(staging.split_with_sizes(self._sizes), self._is_param, strict=True):
+        cuts, remaining = self._partition, iter(grads)
+        for part, is_param in zip(staging.split_with_sizes(cuts.sizes), cuts.is_member, strict=True):
             grad = next(remaining) if is_param else None
             if grad is None:
                 zeros.append(part)
@@ -72,7 +73,8 @@ class GradientStager:
             if flat is None:
                 continue
             size = (block.rows, block.width)
-            targets.append(staging.as_strided(size, (block.staging_stride, 1), staging.storage_offset() + block.staging_offset))
+            offset = staging.storage_offset() + block.staging_offset
+            targets.append(staging.as_strided(size, (block.staging_stride, 1), offset))
             offset = flat.storage_offset() + block.param_offset
             sources.append(flat.as_strided(size, (block.param_stride, 1), offset))
         if targets:

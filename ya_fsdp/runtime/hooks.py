@@ -49,7 +49,9 @@ def watch_inputs(
     places = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor) and value.requires_grad]
     if not places:
         return args, kwargs, False
-    wrapped = RegisterPostBackwardFunction.apply(param_group, *(flat[i] for i in places))
+    wrapped: Any = RegisterPostBackwardFunction.apply(  # type: ignore[no-untyped-call]
+        param_group, *(flat[i] for i in places)
+    )
     for place, tensor in zip(places, wrapped, strict=True):
         flat[place] = tensor
     args, kwargs = rebuild(flat)
@@ -66,30 +68,34 @@ def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], 
     return flat, lambda leaves: tree_unflatten(leaves, spec)
 
 
-def watch_outputs(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
+def watch_outputs(output: Any, hook: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Calls ``hook`` when the backward reaches a tensor of a forward's output."""
     if isinstance(output, torch.Tensor):
         if output.requires_grad:
-            output.register_hook(hook)
+            output.register_hook(hook)  # type: ignore[no-untyped-call]
         return
     for value in tree_flatten(output)[0]:
         if isinstance(value, torch.Tensor) and value.requires_grad:
-            value.register_hook(hook)
+            value.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def on_gradient(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
     """Calls ``hook`` when a parameter's gradient has been accumulated."""
-    return param.register_post_accumulate_grad_hook(hook)
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
 
 
 class Unit(Protocol):
     """Whatever wants to know when its modules run."""
 
-    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Ahead of the forward; returns the arguments to use."""
 
-    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any: ...
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Behind the forward; returns the output to use."""
 
-    def _forward_failed(self) -> None: ...
+    def _forward_failed(self) -> None:
+        """The forward raised."""
 
 
 class UnitHooks:

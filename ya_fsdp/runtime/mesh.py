@@ -29,7 +29,8 @@ class ShardMesh:
     def __post_init__(self) -> None:
         if self.mesh.ndim not in (1, 2):
             raise ValueError(
-                f"fully_shard expects a mesh with 1 axis (shard) or 2 (replicate, shard), got {self.mesh.ndim}: {self.mesh}"
+                f"fully_shard expects a mesh with 1 axis (shard) or 2 (replicate, shard), got "
+                f"{self.mesh.ndim}: {self.mesh}"
             )
 
     @cached_property

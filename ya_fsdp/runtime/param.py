@@ -1,7 +1,7 @@
 """One parameter: its sharded and its unsharded form, and the modules that show one of them."""
 
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -124,14 +124,14 @@ class YaFSDPParam:
         Raises:
             RuntimeError: If it is not this parameter's slice.
         """
-        current = self.sites[0].current
+        current: Any = self.sites[0].current
         if current is self.sharded_param:
             return
         expected = self.sharded_param._spec.placements  # type: ignore[attr-defined]
         if not isinstance(current, RaggedShardDTensor) or current._spec.placements != expected:
             raise RuntimeError(
-                f"{self.name}: expected a sharded parameter placed as {expected}, got {type(current).__name__}. Load full "
-                f"tensors with load_state_dict(..., assign=False)."
+                f"{self.name}: expected a sharded parameter placed as {expected}, got {type(current).__name__}. Load "
+                f"full tensors with load_state_dict(..., assign=False)."
             )
-        self.sharded_param = current  # type: ignore[assignment]  # a Parameter of the ragged type
+        self.sharded_param = cast(nn.Parameter, current)
         self.to_sharded()

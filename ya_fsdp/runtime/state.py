@@ -1,7 +1,7 @@
 """``YaFSDPState``: the step of one unit, and what the units of one root share.
 
-The life of a unit in a training step, in the order of this file: ``_pre_forward`` gathers, ``_post_forward`` reshards and
-watches the outputs, ``_pre_backward`` gathers again and looks ahead, the buckets' ``post_backward`` reshards and
+The life of a unit in a training step, in the order of this file: ``_pre_forward`` gathers, ``_post_forward`` reshards
+and watches the outputs, ``_pre_backward`` gathers again and looks ahead, the buckets' ``post_backward`` reshards and
 reduces, and ``_root_post_backward_final_callback`` ends the backward for all units.
 """
 
@@ -11,19 +11,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ya_fsdp._common import ShardedState, TrainingState
 from ya_fsdp._torch_compat import _State, get_module_state, queue_backward_callback
 from ya_fsdp.policy import MixedPrecisionPolicy
+from ya_fsdp.runtime.arrivals import ArrivalWatch
 from ya_fsdp.runtime.buffer_plan import BucketInfo, plan_buffers
 from ya_fsdp.runtime.buffers import BufferPool
 from ya_fsdp.runtime.cast import cast_floating, move_to_device
 from ya_fsdp.runtime.comm_context import YaFSDPCommContext
 from ya_fsdp.runtime.contributions import resolve_missing
 from ya_fsdp.runtime.device import DeviceRuntime, Event
-from ya_fsdp.runtime.hooks import UnitHooks, on_gradient, watch_outputs
-from ya_fsdp.runtime.param_group import UnitPhase, UnitSettings, YaFSDPParamGroup
+from ya_fsdp.runtime.hooks import UnitHooks, watch_outputs
+from ya_fsdp.runtime.param_group import YaFSDPParamGroup
+from ya_fsdp.runtime.settings import UnitPhase, UnitSettings
 
 __all__ = ["YaFSDPCommContext", "YaFSDPState", "YaFSDPStateContext"]
 
@@ -95,8 +96,7 @@ class YaFSDPState(_State):
         self.is_root = False
         self._context: YaFSDPStateContext | None = None
         self._is_kept = False
-        self._arrived = 0
-        self._arrival_hooks: list[tuple[weakref.ref[nn.Parameter], RemovableHandle]] = []
+        self._arrivals = ArrivalWatch(self._all_arrived)
         # The modules' hooks own this object, and through it the state, so a deleted model leaves no cycle behind.
         self._hooks = weakref.ref(UnitHooks(modules, self))
 
@@ -209,7 +209,7 @@ class YaFSDPState(_State):
         return args, kwargs
 
     def _forward_failed(self) -> None:
-        """The unit's forward raised: everything returns to rest, so that the caller may catch the exception and go on."""
+        """The unit's forward raised: everything returns to rest, so that the caller may go on."""
         if self._context is not None and torch._C._current_graph_task_id() == -1:
             self._context.reset()
 
@@ -217,45 +217,18 @@ class YaFSDPState(_State):
         before = self.groups[0].open_forwards
         for group in self.groups:
             args, kwargs = group._register_post_backward_hook(args, kwargs)
-        if self.groups[0].open_forwards == before:
-            self._watch_arrivals()
-        elif self._arrival_hooks:
-            self._unwatch_arrivals()
+        if self.groups[0].open_forwards > before:
+            self._arrivals.stop()
+        else:
+            self._arrivals.start([param for group in self.groups for param in group.trainable_unsharded()])
         return args, kwargs
 
-    def _watch_arrivals(self) -> None:
-        """Inputs need no gradient, so no node marks the end of the backward: count the parameters' gradients instead.
+    def _all_arrived(self) -> None:
+        """Gives the buffers back; the reduction waits for the end of the backward.
 
-        Only the gather buffer is given back when all have arrived. The reduction waits for the end of the backward,
-        because which gradients arrive may differ between ranks and the order of collectives must not.
+        Which gradients arrive may differ between ranks, and the order of collectives must not.
         """
-        wanted = [
-            param.unsharded_param
-            for group in self.groups
-            for param in group.params
-            if param.unsharded_param is not None and param.unsharded_param.requires_grad
-        ]
-        self._arrived = 0
-        if [id(ref()) for ref, _ in self._arrival_hooks] == [id(param) for param in wanted]:
-            return
-        self._unwatch_arrivals()
-        this, num_wanted = weakref.ref(self), len(wanted)
-
-        def arrived(_: torch.Tensor) -> None:
-            state = this()
-            if state is not None:
-                state._count_arrival(num_wanted)
-
-        self._arrival_hooks = [(weakref.ref(param), on_gradient(param, arrived)) for param in wanted]
-
-    def _unwatch_arrivals(self) -> None:
-        for _, handle in self._arrival_hooks:
-            handle.remove()
-        self._arrival_hooks = []
-
-    def _count_arrival(self, num_wanted: int) -> None:
-        self._arrived += 1
-        if self._arrived == num_wanted and self.settings.reshard_after_backward:
+        if self.settings.reshard_after_backward:
             self.reshard()
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -337,7 +310,7 @@ class YaFSDPState(_State):
                 group.post_backward()
             elif phase is not TrainingState.POST_BACKWARD:
                 continue
-            if group.open_forwards or group.has_gradients():
+            if group.open_forwards or group.reducer.has_gradients():
                 group.reduce_gradients()
 
     # ---- looking ahead -----------------------------------------------------------------------------------------------
@@ -406,7 +379,6 @@ class YaFSDPState(_State):
         """Returns to rest after an exception."""
         self._reset_hooks()
         self._is_kept = False
-        self._arrived = 0
         self.phase.training_state = TrainingState.IDLE
         for group in self.groups:
             group.reset()
@@ -433,4 +405,3 @@ def _states_below(root: nn.Module, root_state: YaFSDPState) -> list[YaFSDPState]
             for param in group.params:
                 param.set_full_name(names)
     return list(states.values())
-
