@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 import ya_fsdp
 from accelerate_plugin.optimizers import inner_optimizer
@@ -117,7 +118,8 @@ def wrap_load_fsdp_model(original: Function) -> Function:
             return original(fsdp_plugin, accelerator, model, input_dir, model_index, *args, **kwargs)
         path = _file(input_dir, _MODEL, model_index)
         state = _on_rank_zero(lambda: torch.load(path, map_location="cpu", weights_only=True), f"reading {path}")
-        return ya_fsdp.load_full_state_dict(model, state or {}, broadcast_from_rank0=True, strict=True)
+        missing, unexpected = ya_fsdp.load_full_state_dict(model, state or {}, broadcast_from_rank0=True, strict=True)
+        return _IncompatibleKeys(missing, unexpected)
 
     return load_fsdp_model
 

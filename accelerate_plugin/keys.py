@@ -27,7 +27,7 @@ class Kind(Enum):
     INT = "a whole number"
     CHOICE = "one of a list"
     NAMES = "class names, separated by commas"
-    RESHARD = "true, false, a whole number of 1 or more, FULL_SHARD or SHARD_GRAD_OP"
+    RESHARD = "true, false, FULL_SHARD or SHARD_GRAD_OP"
     TEXT = "text"
 
 
@@ -73,6 +73,8 @@ class Key:
 
 _NOT_YET_SHARDED = "checkpoints are written as full files only in this version; use FULL_STATE_DICT"
 _ONE_PREFETCH = "the engine always gathers the next unit while the backward pass of this one runs; use BACKWARD_PRE"
+_NO_OFFLOAD = "this version keeps parameters on the device that computes; leave it out or set it to false"
+_NO_GROUPS = "resharding to a smaller group is not supported in this version; use true or false"
 _NO_SHARD = "this engine exists to shard; leave out --fsdp_ya_fsdp_enabled to replicate the model on every process"
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
@@ -96,7 +98,7 @@ _TABLE = (
         "fsdp_ya_fsdp_reshard_after_forward",
         Kind.RESHARD,
         None,
-        "Like fsdp_reshard_after_forward, and takes a number too: reshard to groups of so many processes.",
+        "Like fsdp_reshard_after_forward, whose place it takes where both are given.",
         ours=True,
     ),
     Key(
@@ -155,6 +157,7 @@ _TABLE = (
         Kind.BOOL,
         False,
         "Keep sharded parameters and gradients in host memory.",
+        refused={"true": _NO_OFFLOAD},
     ),
     Key(
         "fsdp_auto_wrap_policy",
@@ -298,14 +301,14 @@ def _parse_names(value: Any) -> tuple[str, ...]:
     return tuple(name for name in (str(part).strip() for part in parts) if name)
 
 
-def _parse_reshard(key: Key, value: Any) -> bool | int:
+def _parse_reshard(key: Key, value: Any) -> bool:
     word = str(getattr(value, "name", value)).strip()
     if word.upper() in ("FULL_SHARD", "SHARD_GRAD_OP"):
         return word.upper() == "FULL_SHARD"
     if word.upper() == "NO_SHARD":
         raise SettingsError(f"{key.name}: NO_SHARD is not supported by ya-fsdp: {_NO_SHARD}")
     if not isinstance(value, bool) and word.isdigit() and int(word) > 1:
-        return int(word)
+        raise SettingsError(f"{key.name}: {word} is not supported by ya-fsdp: {_NO_GROUPS}")
     try:
         return parse_bool(key.name, value)
     except SettingsError:
@@ -325,7 +328,10 @@ def parse_key(name: str, value: Any) -> Any:
         return None
     match key.kind:
         case Kind.BOOL:
-            return parse_bool(name, value)
+            truth = parse_bool(name, value)
+            if str(truth).lower() in key.refused:
+                raise SettingsError(f"{name}: {value!r} is not supported by ya-fsdp: {key.refused[str(truth).lower()]}")
+            return truth
         case Kind.INT:
             return _parse_int(key, value)
         case Kind.CHOICE:

@@ -198,7 +198,7 @@ def _existing(module: nn.Module, name: str) -> nn.Parameter:
     return parameter
 
 
-def _unit_reshard(unit: Unit, settings: Settings) -> bool | int | None:
+def _unit_reshard(unit: Unit, settings: Settings) -> bool | None:
     """The last unit of forward is the first of backward: freeing it in between would only gather it twice."""
     if unit.kind in ("head", "tied") and settings.reshard_after_forward in (None, True):
         return False

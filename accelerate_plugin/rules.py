@@ -65,6 +65,8 @@ def check(values: Mapping[str, Any]) -> None:
     _check_resharding(values)
     _check_wrapping(values)
     _check_checkpointing(values)
+    if values.get("fsdp_ya_fsdp_pin_memory") is not None and not values.get("fsdp_offload_params"):
+        raise SettingsError("fsdp_ya_fsdp_pin_memory needs fsdp_offload_params: true; without it nothing is offloaded")
     if values.get("fsdp_sync_module_states") is False and values.get("fsdp_cpu_ram_efficient_loading"):
         raise SettingsError(
             "fsdp_cpu_ram_efficient_loading: true needs fsdp_sync_module_states: true, because only rank 0 has the "
@@ -75,9 +77,7 @@ def check(values: Mapping[str, Any]) -> None:
 def _check_resharding(values: Mapping[str, Any]) -> None:
     strategy = values.get("fsdp_sharding_strategy")
     reshard = values.get("fsdp_reshard_after_forward")
-    # accelerate itself writes FULL_SHARD as a default, so a number says more than the strategy and does not
-    # contradict it.
-    if strategy is not None and isinstance(reshard, bool) and _RESHARDS[strategy] is not reshard:
+    if strategy is not None and reshard is not None and _RESHARDS[strategy] is not reshard:
         raise SettingsError(
             f"fsdp_sharding_strategy: {strategy} and fsdp_reshard_after_forward: {str(reshard).lower()} contradict "
             "each other; give one of them"

@@ -51,7 +51,7 @@ class Settings:
         ignored_modules: a pattern for full names, or the modules themselves.
     """
 
-    reshard_after_forward: bool | int | None = None
+    reshard_after_forward: bool | None = None
     hybrid: bool = False
     hybrid_group_size: int | None = None
     reduce_dtype: str | None = None
@@ -84,7 +84,7 @@ class Settings:
 
         strategy = get("fsdp_sharding_strategy")
         reshard = get("fsdp_reshard_after_forward")
-        if strategy is not None and (reshard is None or isinstance(reshard, bool)):
+        if strategy is not None:
             reshard = strategy in ("FULL_SHARD", "HYBRID_SHARD")
         if get("fsdp_ya_fsdp_reshard_after_forward") is not None:
             reshard = get("fsdp_ya_fsdp_reshard_after_forward")
