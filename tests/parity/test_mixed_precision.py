@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.engines import ENGINE, FSDP2, engine_module, full_gradients, local, mesh_1d, shard
+from tests.support.engines import ENGINE, FSDP2, engine_module, local, mesh_1d, shard
 from tests.support.guards import assert_same_numbers, assert_same_values
 from tests.support.models import MlpStack, build_model, my_rows, token_batches
 from tests.support.training import RunResult, adamw, causal_loss, sgd, sharded_run
@@ -106,38 +106,3 @@ def check_output_and_input_dtypes():
 
 def test_output_dtype_is_honoured(on_ranks):
     on_ranks(2, check_output_and_input_dtypes)
-
-
-class Product(torch.nn.Module):
-    """Its gradient with respect to ``weight`` is the input, exactly."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(size))
-
-    def forward(self, x):
-        return (self.weight * x).sum()
-
-
-def reduce_16_bit(options):
-    world_size = dist.get_world_size()
-    generator = torch.Generator().manual_seed(3)
-    values = torch.randn(world_size, 1000, generator=generator).bfloat16()
-    values[0] *= 64  # ranks of different size: rounding each partial sum to 16 bits would show
-    model = shard(
-        Product(1000), units=[], mp={"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16, **options}
-    )
-    model(values[dist.get_rank()]).backward()
-    exact = values.double().mean(0)
-    error = (full_gradients(model)["weight"].double() - exact).abs()
-    return (error / exact.abs().clamp_min(1e-3)).max().item()
-
-
-@pytest.mark.parametrize("world", [4])
-def test_16_bit_reduction_can_add_in_32_bits(on_ranks, world):
-    if ENGINE == FSDP2:
-        pytest.skip("an option of this engine only")
-    rounded_once = max(on_ranks(world, reduce_16_bit, {"bit32_acc_for_bit16_reduce_scatter": True}))
-    assert rounded_once <= 2.0**-8, f"relative error {rounded_once}: more than one rounding to bf16"
-    plain = max(on_ranks(world, reduce_16_bit, {}))
-    assert plain > rounded_once, "the inputs do not tell the two apart"
