@@ -21,6 +21,9 @@ class Tenant(Protocol):
     def name(self) -> str:
         """Name for messages."""
 
+    def yield_buffer(self) -> bool:
+        """Leaves the buffer if it is not in use; says whether the buffer is free now."""
+
 
 class Buffer:
     """One storage of fixed identity.

@@ -65,6 +65,9 @@ class YaFSDPParamGroup:
         self.sharded_state = ShardedState.SHARDED
         self.open_forwards = 0
         """Forwards whose backward has not passed the unit's inputs yet."""
+        self.is_kept = False
+        """Gathered only to save the next gather: between forward and backward, or from a backward on."""
+        self._kept_versions: list[int] = []
         self.reducer = GradientReducer(params, layout, mesh, settings)
         self._comm: YaFSDPCommContext | None = None
         self._buffer: Buffer | None = None
@@ -111,6 +114,7 @@ class YaFSDPParamGroup:
 
     def gather(self) -> None:
         """Starts the all-gather into the bucket's buffer; does nothing if that has happened already."""
+        self.is_kept = False
         if self.sharded_state is not ShardedState.SHARDED:
             return
         wire, free = self._occupy()
@@ -151,14 +155,41 @@ class YaFSDPParamGroup:
         for param in self.params:
             param.to_sharded()
         self.sharded_state = ShardedState.SHARDED
+        self.is_kept = False
         assert self._buffer is not None
         self._buffer.vacate()
+
+    def keep(self) -> None:
+        """Stays gathered although nobody uses the parameters now."""
+        if self.sharded_state is ShardedState.UNSHARDED:
+            self.is_kept = True
+            self._kept_versions = self._versions()
+
+    def drop_kept(self, *, from_forward: bool) -> None:
+        """Reshards what was kept if its values may be out of date.
+
+        Args:
+            from_forward: Whether it was kept from a forward. Then nothing tells whether weights were written (a write
+                through ``.data`` leaves no trace). What was kept from a backward, which the user must ask for, goes if
+                an operator wrote to a shard since.
+        """
+        if self.is_kept and (from_forward or self._versions() != self._kept_versions):
+            self.reshard()
+
+    def yield_buffer(self) -> bool:
+        """Gives the buffer to another bucket if it is occupied only to save a gather."""
+        if self.is_kept or self.sharded_state is ShardedState.GATHERING:  # the latter: gathered ahead in vain
+            self.reshard()
+        return self.sharded_state is ShardedState.SHARDED
+
+    def _versions(self) -> list[int]:
+        return [param.sharded_param._version for param in self.params]
 
     def _occupy(self) -> tuple[torch.Tensor, Any]:
         """Enters the buffer; moves to one of the bucket's own if the planned one is taken."""
         assert self._home is not None
         buffer = self._home
-        if buffer.tenant is not None:
+        if buffer.tenant is not None and not buffer.tenant.yield_buffer():
             if self.open_forwards:
                 raise RuntimeError(
                     f"{self.name} and {buffer.tenant.name} need the same gather buffer at the same time, and the first "
@@ -207,6 +238,8 @@ class YaFSDPParamGroup:
         self.open_forwards = max(0, self.open_forwards - 1)
         if self.settings.reshard_after_backward:
             self.reshard()
+        else:
+            self.keep()
         if not self.open_forwards:
             self.reduce_gradients()
 
@@ -238,8 +271,9 @@ class YaFSDPParamGroup:
         locals_ = [p.sharded_param._local_tensor for p in self.params]  # type: ignore[attr-defined]
         first = locals_[0]
         views = self.reducer.local_views(self.shard)
-        in_place = all(
-            new.untyped_storage()._cdata == old.untyped_storage()._cdata
+        in_place = first.device == self.shard.device and all(
+            not new.numel()
+            or new.untyped_storage()._cdata == old.untyped_storage()._cdata
             and new.storage_offset() == old.storage_offset()
             and new.dtype == old.dtype
             for new, old in zip(locals_, views, strict=True)

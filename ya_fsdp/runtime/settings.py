@@ -19,6 +19,11 @@ class UnitSettings:
     gradient_divide_factor: float | None = None
     force_sum_reduction: bool = False
 
+    @property
+    def is_kept(self) -> bool:
+        """The unit stays gathered beyond its forward or its backward."""
+        return not (self.reshard_after_forward and self.reshard_after_backward)
+
 
 @dataclass
 class UnitPhase:

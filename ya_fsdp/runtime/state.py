@@ -95,7 +95,7 @@ class YaFSDPState(_State):
         self.backward_prefetch: list[weakref.ref[YaFSDPState]] | None = None
         self.is_root = False
         self._context: YaFSDPStateContext | None = None
-        self._is_kept = False
+        self._kept_from_forward = False
         self._arrivals = ArrivalWatch(self._all_arrived)
         # The modules' hooks own this object, and through it the state, so a deleted model leaves no cycle behind.
         self._hooks = weakref.ref(UnitHooks(modules, self))
@@ -140,7 +140,7 @@ class YaFSDPState(_State):
         if self.reshard_by_default:
             self.settings.reshard_after_forward = False
         groups = [group for state in states for group in state.groups]
-        kept = [not state.settings.reshard_after_forward for state in states for _ in state.groups]
+        kept = [state.settings.is_kept for state in states for _ in state.groups]
         infos = [BucketInfo(g.kind, g.gathered_nbytes, keep) for g, keep in zip(groups, kept, strict=True)]
         comm.pool = BufferPool(plan_buffers(infos), comm.runtime)
         for index, group in enumerate(groups):
@@ -174,9 +174,9 @@ class YaFSDPState(_State):
     def drop_kept(self) -> None:
         """Reshards what an earlier forward kept, because weights may have changed since; forgets broken forwards."""
         self._reset_hooks()
-        if self._is_kept:
-            self._is_kept = False
-            self.reshard()
+        for group in self.groups:
+            group.drop_kept(from_forward=self._kept_from_forward)
+        self._kept_from_forward = False
 
     def _reset_hooks(self) -> None:
         hooks = self._hooks()
@@ -239,7 +239,10 @@ class YaFSDPState(_State):
         context = self.context
         in_autograd = torch._C._current_graph_task_id() != -1
         if in_autograd or (context.grad_enabled and not self.settings.reshard_after_forward):
-            self._is_kept = True  # recomputed for a backward that follows at once, or asked to be kept
+            # Recomputed for a backward that follows at once, or asked to be kept.
+            self._kept_from_forward = True
+            for group in self.groups:
+                group.keep()
         else:
             self.reshard()
         if torch.is_grad_enabled():
@@ -274,7 +277,7 @@ class YaFSDPState(_State):
         if self.phase.training_state is TrainingState.PRE_BACKWARD:
             return grad
         self.phase.training_state = TrainingState.PRE_BACKWARD
-        self._is_kept = False
+        self._kept_from_forward = False
         if self.settings.unshard_in_backward:
             for group in self.groups:
                 group.gather()
@@ -368,6 +371,7 @@ class YaFSDPState(_State):
     def wait_for_unshard(self) -> None:
         """Waits for the unit's gathers and shows full parameters."""
         for group in self.groups:
+            group.gather()
             group.wait_for_gather()
 
     def reshard(self) -> None:
@@ -378,7 +382,7 @@ class YaFSDPState(_State):
     def reset(self) -> None:
         """Returns to rest after an exception."""
         self._reset_hooks()
-        self._is_kept = False
+        self._kept_from_forward = False
         self.phase.training_state = TrainingState.IDLE
         for group in self.groups:
             group.reset()
