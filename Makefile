@@ -1,0 +1,58 @@
+# Works on a fresh clone: every target that needs the environment makes it first, once, and again only when the
+# project's own metadata changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Processes of the demo: all GPUs, or two processes on a machine without one.
+NUM_PROCESSES ?=
+# More arguments for the demo's training script, or for pytest.
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+LINTED := ya_fsdp accelerate_plugin build_support examples tests
+
+# Without an NVIDIA GPU the constraint keeps pip from fetching torch's accelerator libraries.
+HAVE_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+CONSTRAINT := $(if $(filter-out 0,$(HAVE_GPU)),,-c constraints-cpu.txt)
+
+# One thread per process is what several processes on one machine need; a caller can set more. Nothing here asks a hub.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { sub(/:.*/, "", $$1); printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP)  ## make the environment in .venv (the other targets do it by themselves)
+
+$(STAMP): pyproject.toml constraints-cpu.txt $(wildcard build_support/*)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; name it: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(CONSTRAINT) -e '.[train,dev]'
+	@touch $@
+
+demo: $(STAMP)  ## train a small Llama, sharded, on all GPUs or on two CPU processes; results in runs/demo
+	$(BIN)/accelerate launch --config_file configs/fsdp_config.yaml --fsdp_ya_fsdp_enabled true \
+		--num_processes $(or $(NUM_PROCESSES),$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')) \
+		examples/train_clm.py $(ARGS)
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check $(LINTED)
+	$(BIN)/ruff format --check $(LINTED)
+	$(BIN)/mypy
+
+# Each test has its own limit (pyproject.toml); the session limit holds for all of them together, in seconds.
+test: lint  ## ruff, mypy, then all tests
+	$(BIN)/python -m pytest -q --session-timeout=1800 $(ARGS)
+
+format: $(STAMP)  ## let ruff rewrite the code
+	$(BIN)/ruff check --fix $(LINTED)
+	$(BIN)/ruff format $(LINTED)
+
+clean:  ## remove the environment, caches and runs
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
