@@ -43,7 +43,7 @@ def assert_really_sharded(model: nn.Module, recorder: CollectiveRecorder | None,
         assert found == want, f"{where}: the shards of {name} hold {found} elements together, the parameter has {want}"
     share = sum(counts) / sum(expected)
     if world_size > 1 and sum(expected) >= 100 * world_size:
-        # A handful of elements may lie on one rank. Otherwise 1 / world_size, and a little for small tensors and padding.
+        # A handful of elements may lie on one rank; more are split evenly, up to small tensors and padding.
         limit = MAX_SHARE * 2 / world_size
         assert share <= limit, f"{where}: holds {share:.0%} of the model, expected at most {limit:.0%}"
     if recorder is not None and world_size > 1:  # alone, an engine may copy instead
