@@ -30,6 +30,7 @@ __all__ = [
     "wrap_load_fsdp_optimizer",
     "wrap_save_fsdp_model",
     "wrap_save_fsdp_optimizer",
+    "wrap_save_pretrained",
 ]
 
 Function = Callable[..., Any]
@@ -46,6 +47,25 @@ def wrap_get_state_dict(original: Function) -> Function:
         return ya_fsdp.get_full_state_dict(model, rank0_only=True, cpu_offload=True)
 
     return get_state_dict
+
+
+def wrap_save_pretrained(original: Function) -> Function:
+    """Gathers the tensors of a managed model where the script passes none. A collective."""
+
+    @functools.wraps(original)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (requested() and is_managed(self)) or len(args) > 1 or kwargs.get("state_dict") is not None:
+            return original(self, save_directory, *args, **kwargs)
+        if not args and "is_main_process" not in kwargs and dist.get_world_size() > 1:
+            raise ValueError(
+                "save_pretrained of a sharded model gathers its weights, so all ranks have to call it: pass "
+                "is_main_process=accelerator.is_main_process on every rank, or "
+                "state_dict=accelerator.get_state_dict(model), which every rank has to call"
+            )
+        kwargs["state_dict"] = ya_fsdp.get_full_state_dict(self, rank0_only=True, cpu_offload=True)
+        return original(self, save_directory, *args, **kwargs) if dist.get_rank() == 0 else None
+
+    return save_pretrained
 
 
 def _file(folder: str | os.PathLike[str], stem: str, index: int) -> str:

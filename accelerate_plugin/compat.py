@@ -120,6 +120,12 @@ REPLACEMENTS = (
         for name in _CHECKPOINTS
     ),
     Replacement(
+        "transformers.modeling_utils",
+        "PreTrainedModel.save_pretrained",
+        "checkpointing:wrap_save_pretrained",
+        "writes each rank's shards as if they were the weights",
+    ),
+    Replacement(
         "transformers.training_args",
         "TrainingArguments._process_fsdp_args",
         "hooks:wrap_process_fsdp_args",

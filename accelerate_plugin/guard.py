@@ -4,15 +4,23 @@ import weakref
 from types import ModuleType
 from typing import Any
 
+from accelerate_plugin.startup import ENABLED, requested
+
 __all__ = ["note_managed", "watch_optimizers"]
 
-_managed: "weakref.WeakSet[Any]" = weakref.WeakSet()
+# Managed models, and for each what knows the parameters it had before.
+_managed: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 _checked: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_HOW_TO_GO_ON = "To train without it, leave out --fsdp_ya_fsdp_enabled or set it to false."
 
 
-def note_managed(model: Any) -> None:
-    """Called when the engine has taken over a model."""
-    _managed.add(model)
+def note_managed(model: Any, before: Any) -> None:
+    """Called when the engine has taken over a model.
+
+    Args:
+        before: answers ``name_of(parameter)`` for the parameters that the model had.
+    """
+    _managed[model] = before
 
 
 def watch_optimizers(module: ModuleType) -> None:
@@ -22,29 +30,22 @@ def watch_optimizers(module: ModuleType) -> None:
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     del args, kwargs
-    from accelerate_plugin.startup import ENABLED, requested
-
     if optimizer in _checked or not requested():
         return
     _checked.add(optimizer)
-    from torch.distributed.tensor import DTensor
-
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if _managed and (not parameters or any(isinstance(parameter, DTensor) for parameter in parameters)):
-        return
-    if _managed and not any(parameter.numel() for parameter in parameters):
-        return
-    first = next(iter(parameters), None)
-    described = (
-        "no parameters" if first is None else f"{len(parameters)} plain ones, the first of shape {tuple(first.shape)}"
-    )
-    reason = (
-        "no model of this process is managed by ya-fsdp: pass model and optimizer to accelerator.prepare (the Trainer "
-        "does), and do not wrap the model in DDP or another FSDP"
-        if not _managed
-        else "it was built from parameters that prepare never saw: pass the optimizer to accelerator.prepare too"
-    )
-    raise RuntimeError(
-        f"ya-fsdp was asked for ({ENABLED} is set) but is not active: {type(optimizer).__name__} is about to step on "
-        f"{described}; {reason}. To train without it, leave out --fsdp_ya_fsdp_enabled or set it to false."
-    )
+    kind = type(optimizer).__name__
+    if not _managed:
+        raise RuntimeError(
+            f"ya-fsdp was asked for ({ENABLED} is set) but is not active: {kind} is about to step, and no model of "
+            "this process is managed by ya-fsdp; pass model and optimizer to accelerator.prepare (the Trainer does), "
+            f"and do not wrap the model in DDP or another FSDP. {_HOW_TO_GO_ON}"
+        )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for model, before in _managed.items():
+                name = before.name_of(parameter)
+                if name is not None and parameter is not dict(model.named_parameters()).get(name):
+                    raise RuntimeError(
+                        f"{kind} is about to step on {name} as it was before {type(model).__name__} was sharded, so "
+                        "the model would never change; pass the optimizer to accelerator.prepare too"
+                    )

@@ -74,7 +74,7 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Iterable[Any] 
         optimizer.attach(parameters)
     _finish(model, units, settings)
     _registry(accelerator).append(prepared)
-    guard.note_managed(model)
+    guard.note_managed(model, prepared.before)
     report.print_report(accelerator, model, units, report.Facts(class_name, raised, checkpointed))
     return model
 
