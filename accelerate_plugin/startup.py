@@ -69,10 +69,12 @@ def register_hooks() -> None:
     global _registered
     if _registered:
         return
+    import importlib
+
     from wrapt import register_post_import_hook
 
-    from accelerate_plugin import compat
-
+    # By name: this file lies below all others, which ask it whether the engine is wanted.
+    compat = importlib.import_module("accelerate_plugin.compat")
     _registered = True
     if requested() and not is_launcher():
         # transformers reads these when it loads weights, long before an Accelerator exists.
