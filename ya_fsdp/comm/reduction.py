@@ -29,9 +29,9 @@ def plan_reduction(
 ) -> Reduction:
     """Chooses operator and scales.
 
-    By default gradients are averaged. In fp16 a sum over many ranks overflows before it is divided, so the division is
-    split: half of it (in powers of two, which are exact) before the sum, the rest behind it. Other dtypes have range
-    enough and are divided once.
+    By default gradients are averaged. In fp16 a sum over ranks overflows before it is divided, so the division is
+    split: about the square root of it (a power of two, which is exact) before the sum, the rest behind it. Other dtypes
+    have range enough and are divided once.
 
     Args:
         num_ranks: Ranks that contribute a gradient.
@@ -47,7 +47,7 @@ def plan_reduction(
     factor = float(num_ranks if divide_factor is None else divide_factor)
     if dtype is torch.float16:
         before = 1.0
-        while before * before * 4 <= factor:
+        while before * before < factor:
             before *= 2
         return Reduction(1.0 / before, dist.ReduceOp.SUM, before / factor)
     if factor == num_ranks and not force_sum:

@@ -2,6 +2,7 @@
 
 from ya_fsdp._torch_compat import register_foreach_type
 from ya_fsdp.ragged import ops as _ops  # noqa: F401 (fills the op table)
+from ya_fsdp.ragged import reductions as _reductions  # noqa: F401 (the same)
 from ya_fsdp.ragged.convert import gather_full, local_range, scatter_mean, slice_full
 from ya_fsdp.ragged.dtensor import RaggedShardDTensor
 from ya_fsdp.ragged.placement import RaggedShard, ragged_axis

@@ -100,6 +100,23 @@ class RaggedShardDTensor(DTensor):
         replicated = DTensor.from_local(full, self._spec.mesh, [Replicate()] * len(wanted), run_check=False)
         return replicated.redistribute(placements=wanted)
 
+    # What torch.distributed.checkpoint asks a tensor; its module is imported only when it does.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from ya_fsdp.ragged.checkpoint import write_items
+
+        return list(write_items(fqn, self._local_tensor, self._spec))
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from ya_fsdp.ragged.checkpoint import chunk_list
+
+        return list(chunk_list(self._spec))
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        from ya_fsdp.ragged.checkpoint import tensor_shard
+
+        return tensor_shard(index, self._local_tensor, self._spec)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"RaggedShardDTensor(shape={tuple(self.shape)}, dtype={self.dtype}, placements={self._spec.placements}, "

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Handler", "find", "register", "register_fallback"]
+import torch
+
+__all__ = ["Handler", "find", "refusal", "register", "register_fallback"]
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 Fallback = Callable[[Any], Handler]
@@ -40,6 +42,15 @@ def register_fallback(fallback: Fallback) -> Fallback:
         raise ValueError("the fallback of the op table is set already")
     _fallbacks.append(fallback)
     return fallback
+
+
+def refusal(func: Any, reason: str, tensor: torch.Tensor | None = None) -> RuntimeError:
+    """The error for an operator that has no meaning on a slice."""
+    shape = f" (full shape {tuple(tensor.shape)})" if tensor is not None else ""
+    return RuntimeError(
+        f"{func}: {reason}{shape}. A sharded parameter holds one slice of its flattened elements on each rank; call "
+        f".full_tensor() for the full tensor or .to_local() for this rank's slice."
+    )
 
 
 def find(func: Any) -> Handler:

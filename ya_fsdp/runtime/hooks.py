@@ -27,12 +27,12 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
     """Identity around a unit's inputs; its backward tells the parameter group that the unit is through."""
 
     @staticmethod
-    def forward(ctx: Any, param_group: PostBackward, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, param_group: PostBackward, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: D102
         ctx.param_group = param_group
         return inputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # noqa: D102
         ctx.param_group.post_backward()
         return (None, *grads)
 

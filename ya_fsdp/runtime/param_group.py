@@ -193,8 +193,8 @@ class YaFSDPParamGroup:
             if self.open_forwards:
                 raise RuntimeError(
                     f"{self.name} and {buffer.tenant.name} need the same gather buffer at the same time, and the first "
-                    f"has a forward whose backward is pending, so it cannot move. Reshard one of the two units, or call "
-                    f"set_reshard_after_forward(False) on one of them before the first forward."
+                    f"has a forward whose backward is pending, so it cannot move. Reshard one of the two units, or "
+                    f"call set_reshard_after_forward(False) on one of them before the first forward."
                 )
             _log.warning(
                 "%s and %s are gathered at the same time: the first gets a gather buffer of its own (%d bytes)",
@@ -273,9 +273,11 @@ class YaFSDPParamGroup:
         views = self.reducer.local_views(self.shard)
         in_place = first.device == self.shard.device and all(
             not new.numel()
-            or new.untyped_storage()._cdata == old.untyped_storage()._cdata
-            and new.storage_offset() == old.storage_offset()
-            and new.dtype == old.dtype
+            or (
+                new.untyped_storage()._cdata == old.untyped_storage()._cdata
+                and new.storage_offset() == old.storage_offset()
+                and new.dtype == old.dtype
+            )
             for new, old in zip(locals_, views, strict=True)
         )
         if in_place:
