@@ -1,7 +1,7 @@
 """Which buffer each bucket is gathered into: pure arithmetic over buckets in model order.
 
 Autograd saves views of gathered parameters, so a bucket's address must not change between its forward and its backward.
-Repeated blocks therefore alternate between :data:`NUM_SHARED` buffers sized by the largest of them, and every other
+Repeated blocks therefore take turns in :data:`NUM_SHARED` buffers sized by the largest of them, and every other
 bucket (embedding, head, kept ones) has a buffer of its own that takes memory only while it is gathered. The largest
 tensor of a model is usually the embedding or the head; since those never share, they never size the shared buffers.
 """
@@ -44,10 +44,14 @@ class BufferPlan:
     assignments: tuple[int | None, ...]
 
 
-def plan_buffers(buckets: Sequence[BucketInfo]) -> BufferPlan:
-    """Assigns buffers; buckets of a kind alternate in model order.
+def plan_buffers(buckets: Sequence[BucketInfo], num_shared: int = NUM_SHARED) -> BufferPlan:
+    """Assigns buffers; buckets of a kind take turns in model order.
 
     Kinds that occur no more often than there would be shared buffers gain nothing from sharing and get their own.
+
+    Args:
+        buckets: The root's buckets in model order.
+        num_shared: Shared buffers per kind.
     """
     counts = Counter(bucket.kind for bucket in buckets if not bucket.is_kept)
     first_of_kind: dict[Hashable, int] = {}
@@ -55,13 +59,13 @@ def plan_buffers(buckets: Sequence[BucketInfo]) -> BufferPlan:
     sizes: list[int] = []
     assignments: list[int | None] = []
     for bucket in buckets:
-        if bucket.is_kept or counts[bucket.kind] <= NUM_SHARED:
+        if bucket.is_kept or counts[bucket.kind] <= num_shared:
             assignments.append(None)
             continue
         if bucket.kind not in first_of_kind:
             first_of_kind[bucket.kind] = len(sizes)
-            sizes.extend([0] * NUM_SHARED)
-        index = first_of_kind[bucket.kind] + seen[bucket.kind] % NUM_SHARED
+            sizes.extend([0] * num_shared)
+        index = first_of_kind[bucket.kind] + seen[bucket.kind] % num_shared
         seen[bucket.kind] += 1
         sizes[index] = max(sizes[index], bucket.nbytes)
         assignments.append(index)

@@ -178,7 +178,12 @@ class YaFSDPParamGroup:
 
     def yield_buffer(self) -> bool:
         """Gives the buffer to another bucket if it is occupied only to save a gather."""
-        if self.is_kept or self.sharded_state is ShardedState.GATHERING:  # the latter: gathered ahead in vain
+        # Not in use: gathered ahead in vain, or waiting for the last gradients of a backward whose nodes have all run
+        # (no forward is open, so no node marks the end of it).
+        is_idle = self.sharded_state is ShardedState.GATHERING or (
+            self.phase.training_state is TrainingState.PRE_BACKWARD and not self.open_forwards
+        )
+        if self.is_kept or is_idle:
             self.reshard()
         return self.sharded_state is ShardedState.SHARDED
 
@@ -190,7 +195,7 @@ class YaFSDPParamGroup:
         assert self._home is not None
         buffer = self._home
         if buffer.tenant is not None and not buffer.tenant.yield_buffer():
-            if self.open_forwards:
+            if self.phase.has_pending_graph():
                 raise RuntimeError(
                     f"{self.name} and {buffer.tenant.name} need the same gather buffer at the same time, and the first "
                     f"has a forward whose backward is pending, so it cannot move. Reshard one of the two units, or "

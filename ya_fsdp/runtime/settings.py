@@ -1,10 +1,11 @@
 """What may change on a unit: the user's switches, and its place in the step."""
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 
 from ya_fsdp._common import TrainingState
 
-__all__ = ["UnitPhase", "UnitSettings"]
+__all__ = ["ForwardGraph", "UnitPhase", "UnitSettings"]
 
 
 @dataclass
@@ -25,8 +26,35 @@ class UnitSettings:
         return not (self.reshard_after_forward and self.reshard_after_backward)
 
 
+class ForwardGraph:
+    """Stands for the autograd graph of one forward of a unit, which keeps it alive."""
+
+    __slots__ = ("__weakref__", "has_run")
+
+    def __init__(self) -> None:
+        self.has_run = False
+        """A backward has reached the graph."""
+
+
 @dataclass
 class UnitPhase:
     """Where a unit is in its step; written by the unit and its own buckets only."""
 
     training_state: TrainingState = TrainingState.IDLE
+    _graphs: list[weakref.ref[ForwardGraph]] = field(default_factory=list)
+
+    def open_graph(self) -> ForwardGraph:
+        """Notes a forward whose graph points into the unit's gather buffer."""
+        graph = ForwardGraph()
+        self._graphs = [ref for ref in self._graphs if _is_pending(ref)]
+        self._graphs.append(weakref.ref(graph))
+        return graph
+
+    def has_pending_graph(self) -> bool:
+        """Whether a backward may still want the parameters at the address that they were gathered to."""
+        return any(_is_pending(ref) for ref in self._graphs)
+
+
+def _is_pending(ref: weakref.ref[ForwardGraph]) -> bool:
+    graph = ref()
+    return graph is not None and not graph.has_run

@@ -7,6 +7,7 @@ reduces, and ``_root_post_backward_final_callback`` ends the backward for all un
 
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ya_fsdp._common import ShardedState, TrainingState
 from ya_fsdp._torch_compat import _State, get_module_state, queue_backward_callback
 from ya_fsdp.policy import MixedPrecisionPolicy
 from ya_fsdp.runtime.arrivals import ArrivalWatch
-from ya_fsdp.runtime.buffer_plan import BucketInfo, plan_buffers
+from ya_fsdp.runtime.buffer_plan import NUM_SHARED, BucketInfo, plan_buffers
 from ya_fsdp.runtime.buffers import BufferPool
 from ya_fsdp.runtime.cast import cast_floating, move_to_device
 from ya_fsdp.runtime.comm_context import YaFSDPCommContext
@@ -24,7 +25,7 @@ from ya_fsdp.runtime.contributions import resolve_missing
 from ya_fsdp.runtime.device import DeviceRuntime, Event
 from ya_fsdp.runtime.hooks import UnitHooks, watch_outputs
 from ya_fsdp.runtime.param_group import YaFSDPParamGroup
-from ya_fsdp.runtime.settings import UnitPhase, UnitSettings
+from ya_fsdp.runtime.settings import ForwardGraph, UnitPhase, UnitSettings
 
 __all__ = ["YaFSDPCommContext", "YaFSDPState", "YaFSDPStateContext"]
 
@@ -48,11 +49,30 @@ class YaFSDPStateContext:
         self.post_optim_event: Event | None = None
         self.in_backward = False
         self.grad_enabled = True
+        self.is_plan_stale = False
 
     @property
     def all_states(self) -> list["YaFSDPState"]:
         """The states in the root's tree, in module order."""
         return [state for ref in self._states if (state := ref()) is not None]
+
+    def plan_buffers(self) -> None:
+        """Gives every bucket its gather buffer; units that are gathered further ahead get more of them to share."""
+        self.is_plan_stale = False
+        states = self.all_states
+        pairs = [(state, group) for state in states for group in state.groups]
+        infos = [BucketInfo(group.kind, group.gathered_nbytes, state.settings.is_kept) for state, group in pairs]
+        reach = max((state.prefetch_reach() for state in states), default=0)
+        self.comm.pool = BufferPool(plan_buffers(infos, max(NUM_SHARED, reach + 1)), self.comm.runtime)
+        for index, (_, group) in enumerate(pairs):
+            group.attach(self.comm, self.comm.pool.home(index, group.gathered_nbytes))
+
+    def replan_buffers(self) -> None:
+        """Plans anew, after a change of the prefetch lists, once nothing points into the buffers."""
+        if self.is_plan_stale and not any(state.phase.has_pending_graph() for state in self.all_states):
+            for state in self.all_states:
+                state.reshard()
+            self.plan_buffers()
 
     def reset(self) -> None:
         """Returns every unit to rest after an exception in a forward or backward."""
@@ -139,12 +159,7 @@ class YaFSDPState(_State):
             state.check_materialised()
         if self.reshard_by_default:
             self.settings.reshard_after_forward = False
-        groups = [group for state in states for group in state.groups]
-        kept = [state.settings.is_kept for state in states for _ in state.groups]
-        infos = [BucketInfo(g.kind, g.gathered_nbytes, keep) for g, keep in zip(groups, kept, strict=True)]
-        comm.pool = BufferPool(plan_buffers(infos), comm.runtime)
-        for index, group in enumerate(groups):
-            group.attach(comm, comm.pool.home(index, group.gathered_nbytes))
+        context.plan_buffers()
 
     def check_materialised(self) -> None:
         """Raises RuntimeError if a parameter is still on the meta device."""
@@ -165,6 +180,7 @@ class YaFSDPState(_State):
         context.post_optim_event = None
         with runtime.on(runtime.gather_stream):
             runtime.wait(behind_writes)
+        context.replan_buffers()
         for state in context.all_states:
             state.drop_kept()
         if runtime.is_async_host:
@@ -246,7 +262,7 @@ class YaFSDPState(_State):
         else:
             self.reshard()
         if torch.is_grad_enabled():
-            watch_outputs(output, self._pre_backward)
+            watch_outputs(output, partial(self._pre_backward, self.phase.open_graph()))
         self.phase.training_state = TrainingState.IDLE
         if not in_autograd and context.grad_enabled:
             context.comm.post_forward_order.record(self)
@@ -269,12 +285,13 @@ class YaFSDPState(_State):
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
-    def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
+    def _pre_backward(self, graph: ForwardGraph, grad: torch.Tensor) -> torch.Tensor:
         context = self.context
+        graph.has_run = True
         if not context.in_backward:
             context.in_backward = True
             queue_backward_callback(self._root_post_backward_final_callback)
-        if self.phase.training_state is TrainingState.PRE_BACKWARD:
+        if self.phase.training_state is TrainingState.PRE_BACKWARD and self.is_unsharded():
             return grad
         self.phase.training_state = TrainingState.PRE_BACKWARD
         self._kept_from_forward = False
@@ -337,6 +354,10 @@ class YaFSDPState(_State):
             if target.settings.unshard_in_backward:
                 target.gather_ahead()
 
+    def is_unsharded(self) -> bool:
+        """Whether the modules show full parameters."""
+        return all(group.sharded_state is ShardedState.UNSHARDED for group in self.groups)
+
     def wants_gather(self) -> bool:
         """Whether the unit has parameters that are not gathered."""
         return any(group.sharded_state is ShardedState.SHARDED for group in self.groups)
@@ -355,6 +376,12 @@ class YaFSDPState(_State):
             self.forward_prefetch = [weakref.ref(state) for state in forward]
         if backward is not None:
             self.backward_prefetch = [weakref.ref(state) for state in backward]
+        if self._context is not None:
+            self._context.is_plan_stale = True
+
+    def prefetch_reach(self) -> int:
+        """Length of the longer prefetch list."""
+        return max(len(self.forward_prefetch or ()), len(self.backward_prefetch or ()))
 
     # ---- by hand -----------------------------------------------------------------------------------------------------
 
