@@ -277,8 +277,8 @@ def wrap_process_fsdp_args(original: Function) -> Function:
             self.fsdp = True
         loading = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING")
         plugin_args = original(self)
-        if plugin_args is None:
-            return None
+        if not self.fsdp:
+            return plugin_args
         values = _script_values(self.fsdp_config)
         if "fsdp_cpu_ram_efficient_loading" not in values and loading is not None:
             os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = loading  # the original wrote its own default there

@@ -184,7 +184,7 @@ def given_by_plugin(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
         raise SettingsError("param_init_fn is not supported by ya-fsdp: all weights come from rank 0; leave it out")
     offload = getattr(plugin, "cpu_offload", None)
     if offload is not None:
-        values["fsdp_offload_params"] = _offloads(offload)
+        values["fsdp_offload_params"] = parse_key("fsdp_offload_params", _offloads(offload))
     policy = getattr(plugin, "auto_wrap_policy", None)
     if policy is not None:
         values.update(_policy_values(policy))
