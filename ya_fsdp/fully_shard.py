@@ -178,11 +178,13 @@ class YaFSDPModule(FSDPModule):
         for state in self._states(recurse):
             state.settings.reshard_after_forward = reshard_after_forward
             state.reshard_by_default = False
+            state.want_own_buffers()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Chooses whether full parameters are freed after the backward."""
-        for settings in self._settings(recurse):
-            settings.reshard_after_backward = reshard_after_backward
+        for state in self._states(recurse):
+            state.settings.reshard_after_backward = reshard_after_backward
+            state.want_own_buffers()
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Units to gather when this one's forward starts, instead of the one that followed last time."""

@@ -96,6 +96,11 @@ class YaFSDPParamGroup:
         return [param for param in unsharded if param is not None and param.requires_grad]
 
     @property
+    def shares_buffer(self) -> bool:
+        """Whether the bucket takes turns with others in one buffer."""
+        return self._home is not None and self._home.is_shared
+
+    @property
     def buffers(self) -> list[Buffer]:
         """Gather buffers that the bucket uses."""
         return [buffer for buffer in (self._home, self._buffer) if buffer is not None]

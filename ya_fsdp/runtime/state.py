@@ -6,7 +6,7 @@ reduces, and ``_root_post_backward_final_callback`` ends the backward for all un
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,70 +17,16 @@ from ya_fsdp._common import ShardedState, TrainingState
 from ya_fsdp._torch_compat import _State, get_module_state, queue_backward_callback
 from ya_fsdp.policy import MixedPrecisionPolicy
 from ya_fsdp.runtime.arrivals import ArrivalWatch
-from ya_fsdp.runtime.buffer_plan import NUM_SHARED, BucketInfo, plan_buffers
-from ya_fsdp.runtime.buffers import BufferPool
 from ya_fsdp.runtime.cast import cast_floating, move_to_device
 from ya_fsdp.runtime.comm_context import YaFSDPCommContext
 from ya_fsdp.runtime.contributions import resolve_missing
-from ya_fsdp.runtime.device import DeviceRuntime, Event
+from ya_fsdp.runtime.device import DeviceRuntime
 from ya_fsdp.runtime.hooks import UnitHooks, watch_outputs
 from ya_fsdp.runtime.param_group import YaFSDPParamGroup
 from ya_fsdp.runtime.settings import ForwardGraph, UnitPhase, UnitSettings
+from ya_fsdp.runtime.state_context import YaFSDPStateContext
 
 __all__ = ["YaFSDPCommContext", "YaFSDPState", "YaFSDPStateContext"]
-
-
-class YaFSDPStateContext:
-    """What all states of one root share. Holds the states weakly: modules own them.
-
-    Attributes:
-        comm: Streams, buffers, the reduction in flight.
-        iter_forward_root: The state whose forward is the outermost one now.
-        is_last_backward: Whether the coming backward ends the iteration.
-        post_optim_event: Event that the gathers of the next forward wait for, instead of the current stream.
-        in_backward: A backward of this root's units is under way.
-    """
-
-    def __init__(self, states: Iterable["YaFSDPState"], comm: YaFSDPCommContext) -> None:
-        self._states = [weakref.ref(state) for state in states]
-        self.comm = comm
-        self.iter_forward_root: YaFSDPState | None = None
-        self.is_last_backward = True
-        self.post_optim_event: Event | None = None
-        self.in_backward = False
-        self.grad_enabled = True
-        self.is_plan_stale = False
-
-    @property
-    def all_states(self) -> list["YaFSDPState"]:
-        """The states in the root's tree, in module order."""
-        return [state for ref in self._states if (state := ref()) is not None]
-
-    def plan_buffers(self) -> None:
-        """Gives every bucket its gather buffer; units that are gathered further ahead get more of them to share."""
-        self.is_plan_stale = False
-        states = self.all_states
-        pairs = [(state, group) for state in states for group in state.groups]
-        infos = [BucketInfo(group.kind, group.gathered_nbytes, state.settings.is_kept) for state, group in pairs]
-        reach = max((state.prefetch_reach() for state in states), default=0)
-        self.comm.pool = BufferPool(plan_buffers(infos, max(NUM_SHARED, reach + 1)), self.comm.runtime)
-        for index, (_, group) in enumerate(pairs):
-            group.attach(self.comm, self.comm.pool.home(index, group.gathered_nbytes))
-
-    def replan_buffers(self) -> None:
-        """Plans anew, after a change of the prefetch lists, once nothing points into the buffers."""
-        if self.is_plan_stale and not any(state.phase.has_pending_graph() for state in self.all_states):
-            for state in self.all_states:
-                state.reshard()
-            self.plan_buffers()
-
-    def reset(self) -> None:
-        """Returns every unit to rest after an exception in a forward or backward."""
-        self.comm.reset()
-        self.iter_forward_root = None
-        self.in_backward = False
-        for state in self.all_states:
-            state.reset()
 
 
 class YaFSDPState(_State):
@@ -376,6 +322,14 @@ class YaFSDPState(_State):
             self.forward_prefetch = [weakref.ref(state) for state in forward]
         if backward is not None:
             self.backward_prefetch = [weakref.ref(state) for state in backward]
+        self._want_new_plan()
+
+    def want_own_buffers(self) -> None:
+        """Leaves the shared buffers, once nothing points into them, if the unit is to stay gathered."""
+        if self.settings.is_kept and any(group.shares_buffer for group in self.groups):
+            self._want_new_plan()
+
+    def _want_new_plan(self) -> None:
         if self._context is not None:
             self._context.is_plan_stale = True
 

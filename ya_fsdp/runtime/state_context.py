@@ -1,0 +1,93 @@
+"""What all units of one root share."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+from ya_fsdp.runtime.buffer_plan import NUM_SHARED, BucketInfo, plan_buffers
+from ya_fsdp.runtime.buffers import BufferPool
+from ya_fsdp.runtime.comm_context import YaFSDPCommContext
+from ya_fsdp.runtime.device import Event
+from ya_fsdp.runtime.param_group import YaFSDPParamGroup
+from ya_fsdp.runtime.settings import UnitPhase, UnitSettings
+
+__all__ = ["UnitState", "YaFSDPStateContext"]
+
+
+class UnitState(Protocol):
+    """What the context asks of a unit."""
+
+    groups: list[YaFSDPParamGroup]
+    settings: UnitSettings
+    phase: UnitPhase
+
+    def prefetch_reach(self) -> int:
+        """Length of the longer prefetch list."""
+
+    def drop_kept(self) -> None:
+        """Reshards what an earlier forward kept."""
+
+    def reshard(self) -> None:
+        """Shows sharded parameters and gives the buffers back."""
+
+    def reshard_unused(self) -> None:
+        """Gives back what was gathered ahead and not used."""
+
+    def finish_backward(self) -> None:
+        """Reduces what no node of the backward has reduced."""
+
+    def reset(self) -> None:
+        """Returns to rest after an exception."""
+
+
+class YaFSDPStateContext:
+    """What all states of one root share. Holds the states weakly: modules own them.
+
+    Attributes:
+        comm: Streams, buffers, the reduction in flight.
+        iter_forward_root: The state whose forward is the outermost one now.
+        is_last_backward: Whether the coming backward ends the iteration.
+        post_optim_event: Event that the gathers of the next forward wait for, instead of the current stream.
+        in_backward: A backward of this root's units is under way.
+    """
+
+    def __init__(self, states: Iterable[UnitState], comm: YaFSDPCommContext) -> None:
+        self._states = [weakref.ref(state) for state in states]
+        self.comm = comm
+        self.iter_forward_root: UnitState | None = None
+        self.is_last_backward = True
+        self.post_optim_event: Event | None = None
+        self.in_backward = False
+        self.grad_enabled = True
+        self.is_plan_stale = False
+
+    @property
+    def all_states(self) -> list[UnitState]:
+        """The states in the root's tree, in module order."""
+        return [state for ref in self._states if (state := ref()) is not None]
+
+    def plan_buffers(self) -> None:
+        """Gives every bucket its gather buffer; units that are gathered further ahead get more of them to share."""
+        self.is_plan_stale = False
+        states = self.all_states
+        pairs = [(state, group) for state in states for group in state.groups]
+        infos = [BucketInfo(group.kind, group.gathered_nbytes, state.settings.is_kept) for state, group in pairs]
+        reach = max((state.prefetch_reach() for state in states), default=0)
+        self.comm.pool = BufferPool(plan_buffers(infos, max(NUM_SHARED, reach + 1)), self.comm.runtime)
+        for index, (_, group) in enumerate(pairs):
+            group.attach(self.comm, self.comm.pool.home(index, group.gathered_nbytes))
+
+    def replan_buffers(self) -> None:
+        """Plans anew, after a change of the prefetch lists, once nothing points into the buffers."""
+        if self.is_plan_stale and not any(state.phase.has_pending_graph() for state in self.all_states):
+            for state in self.all_states:
+                state.reshard()
+            self.plan_buffers()
+
+    def reset(self) -> None:
+        """Returns every unit to rest after an exception in a forward or backward."""
+        self.comm.reset()
+        self.iter_forward_root = None
+        self.in_backward = False
+        for state in self.all_states:
+            state.reset()
