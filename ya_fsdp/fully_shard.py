@@ -123,7 +123,18 @@ class UnshardHandle:
 class YaFSDPModule(FSDPModule):
     """What ``fully_shard`` adds to a module's class; derives from torch's own, so that ``isinstance`` tests hold."""
 
-    _orig_cls_mro_index = 3  # (sharded class, YaFSDPModule, FSDPModule, the user's class)
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Builds the user's class: containers make new instances of their own type when they are sliced."""
+        original: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+        module = original.__new__(original)
+        module.__init__(*args, **kwargs)
+        return module
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise _no_copy(self, "copied")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _no_copy(self, "pickled")
 
     def _get_fsdp_state(self) -> YaFSDPState:  # type: ignore[override]
         state = get_module_state(self)  # type: ignore[arg-type]
@@ -242,6 +253,15 @@ class YaFSDPModule(FSDPModule):
 
     def _settings(self, recurse: bool) -> list[UnitSettings]:
         return [state.settings for state in self._states(recurse)]
+
+
+def _no_copy(module: YaFSDPModule, what: str) -> TypeError:
+    return TypeError(
+        f"{type(module).__name__} is sharded and cannot be {what} as a whole: copies would share process groups and "
+        f"buffers. Copy the model before fully_shard and shard both, or carry the weights over with "
+        f"ya_fsdp.get_full_state_dict and load_full_state_dict; for a running average of the weights clone the sharded "
+        f"parameters."
+    )
 
 
 def _unsupported(name: str) -> Any:
