@@ -26,7 +26,11 @@ def _run(arguments: list[str]) -> None:
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
     sys.argv = arguments
+    # As Python does for a script; our own place, which may have been the working directory, must stay reachable.
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+    if here not in sys.path:
+        sys.path.append(here)
     runpy.run_path(arguments[0], run_name="__main__")
 
 

@@ -63,6 +63,12 @@ REPLACEMENTS = (
         _LAUNCH, "launch_command_parser", "launch:wrap_parser", "a flag that the parser does not know ends in exit 2"
     ),
     Replacement(
+        "accelerate.commands.utils",
+        "CustomArgumentParser.parse_args",
+        "launch:wrap_parse_args",
+        "`python -m accelerate.commands.launch` runs a second copy of the launcher, which no import hook sees",
+    ),
+    Replacement(
         _LAUNCH, "_validate_launch_command", "launch:wrap_validate", "unknown YAML keys are dropped without a word"
     ),
     Replacement(

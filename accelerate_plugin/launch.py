@@ -17,7 +17,7 @@ from accelerate_plugin.compat import accelerator_available
 from accelerate_plugin.keys import KEYS, Kind, SettingsError, nearest, parse_bool, parse_key, unknown_key
 from accelerate_plugin.startup import ENABLED
 
-__all__ = ["collect", "export", "wrap_environment", "wrap_parser", "wrap_validate"]
+__all__ = ["collect", "export", "wrap_environment", "wrap_parse_args", "wrap_parser", "wrap_validate"]
 
 _SWITCH = "fsdp_ya_fsdp_enabled"
 _OTHER_ENGINES = ("use_deepspeed", "use_megatron_lm", "tpu")
@@ -44,9 +44,27 @@ def wrap_parser(original: Callable[..., Parser]) -> Callable[..., Parser]:
             if f"--{key.name}" not in present:
                 group.add_argument(f"--{key.name}", type=str, default=None, help=f"{key.effect} ({key.allowed})")
         _explain_unknown_flags(parser)
+        parser.set_defaults(ya_fsdp_values=None)
         return parser
 
     return launch_command_parser
+
+
+def wrap_parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hands ``python -m accelerate.commands.launch`` over to the launcher that was imported, and thus extended."""
+
+    @functools.wraps(original)
+    def parse_args(self: Parser, *args: Any, **kwargs: Any) -> Any:
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        extended = "ya_fsdp_values" in self._defaults
+        if spec is not None and spec.name == "accelerate.commands.launch" and not extended:
+            from accelerate.commands import launch
+
+            launch.main()
+            raise SystemExit(0)
+        return original(self, *args, **kwargs)
+
+    return parse_args
 
 
 def _explain_unknown_flags(parser: Parser) -> None:

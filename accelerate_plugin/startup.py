@@ -24,6 +24,8 @@ KILL_SWITCH = "YA_FSDP_DISABLE"
 TRUE_WORDS = frozenset({"true", "t", "yes", "y", "on", "1"})
 FALSE_WORDS = frozenset({"false", "f", "no", "n", "off", "0", "", "none", "null"})
 
+_SCRIPTS = ("accelerate", "accelerate.exe", "accelerate-launch", "accelerate-launch.exe", "accelerate_cli.py")
+
 # True where Python itself called `main`, which means that the start-up files are installed for this interpreter.
 started_by_interpreter = False
 _registered = False
@@ -47,8 +49,11 @@ def _killed() -> bool:
 
 
 def is_launcher() -> bool:
-    """Whether this process was started as ``accelerate`` (script, module, or ``accelerate-launch``)."""
-    return any(os.path.basename(argument).startswith("accelerate") for argument in sys.orig_argv[1:8])
+    """Whether this process was started as ``accelerate``: the script, the module, or ours in its place."""
+    words = [os.path.basename(word) for word in sys.orig_argv[1:8]]
+    if "accelerate_plugin" in words:
+        return "launch" in words
+    return any(word in _SCRIPTS or word.startswith("accelerate.commands") for word in words)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,11 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def launch(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run ``accelerate launch`` as a user does; installed start-up files or not."""
-    command = [sys.executable, "-m", "accelerate_plugin", "launch", "--main_process_port", "0", *map(str, words)]
+    """Run ``accelerate launch`` as a user does; through the package where its start-up files are not installed."""
+    installed = (Path(sysconfig.get_path("purelib")) / "ya_fsdp_startup.pth").exists()
+    stock = Path(sys.executable).with_name("accelerate")
+    start = [str(stock)] if installed and stock.exists() else [sys.executable, "-m", "accelerate_plugin"]
+    command = [*start, "launch", "--main_process_port", "0", *map(str, words)]
     return subprocess.run(
         command, env=environment(**variables), capture_output=True, text=True, timeout=LIMIT, check=False, cwd=ROOT
     )

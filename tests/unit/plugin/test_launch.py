@@ -190,7 +190,7 @@ def test_without_the_switch_the_launch_arguments_and_the_environment_stay_as_the
     args, *_ = launch.wrap_validate(validate)(parser.parse_args(words))
     assert dict(os.environ) == before
     assert launch.wrap_environment(environment)(args) == plain_environment
-    ours = {name for name in KEYS if not hasattr(plain_args, name)}
+    ours = {"ya_fsdp_values", *(name for name in KEYS if not hasattr(plain_args, name))}
     assert {name: value for name, value in vars(args).items() if name not in ours} == vars(plain_args)
 
 
@@ -217,3 +217,21 @@ def test_a_launch_that_cannot_work_ends_with_one_message(
 
 def test_parse_key_of_an_absent_value_is_absent() -> None:
     assert all(parse_key(name, None) is None for name in KEYS)
+
+
+def _workers(parser: argparse.ArgumentParser, words: list[str]) -> tuple[str, bool, list[str]]:
+    args = parser.parse_args(words)
+    launch._run_through_us_if_needed(args)
+    return args.training_script, args.module, args.training_script_args
+
+
+def test_workers_start_through_the_package_only_where_start_up_files_are_missing(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate_plugin import startup
+
+    monkeypatch.setattr(startup, "started_by_interpreter", True)
+    assert _workers(parser, ["train.py", "--lr", "1"]) == ("train.py", False, ["--lr", "1"])
+    monkeypatch.setattr(startup, "started_by_interpreter", False)
+    assert _workers(parser, ["train.py", "--lr", "1"]) == ("accelerate_plugin", True, ["run", "train.py", "--lr", "1"])
+    assert _workers(parser, ["-m", "pkg.train"]) == ("accelerate_plugin", True, ["run", "-m", "pkg.train"])
