@@ -86,6 +86,7 @@ def _save_pretrained(folder: str) -> torch.Tensor:
         with pytest.raises(ValueError, match="all ranks have to call it"):
             model.save_pretrained(folder)
         accelerator.unwrap_model(model).save_pretrained(folder, is_main_process=accelerator.is_main_process)
+        accelerator.save_model(model, f"{folder}/plain")
         dist.barrier()
         with torch.no_grad():
             logits: torch.Tensor = model(input_ids=token_batches(1)[0]).logits
@@ -96,6 +97,10 @@ def test_save_pretrained_writes_an_ordinary_model(on_ranks: OnRanks, tmp_path: P
     from transformers import LlamaForCausalLM
 
     live = on_ranks(2, _save_pretrained, str(tmp_path))[0]
+    from safetensors.torch import load_file
+
+    live_names = set(build_model("llama").state_dict())
+    assert set(load_file(tmp_path / "plain" / "model.safetensors")) == live_names
     model, info = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-STEP = "model = torch.nn.Linear(2, 2)\noptimizer = torch.optim.SGD(model.parameters(), lr=1)\noptimizer.step()\nprint('stepped')\n"
+STEP = """
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=1)
+optimizer.step()
+print('stepped')
+"""
 
 
 def run(before: str, **variables: str) -> subprocess.CompletedProcess[str]:

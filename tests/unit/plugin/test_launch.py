@@ -222,7 +222,7 @@ def test_parse_key_of_an_absent_value_is_absent() -> None:
 def _workers(parser: argparse.ArgumentParser, words: list[str]) -> tuple[str, bool, list[str]]:
     args = parser.parse_args(words)
     launch._run_through_us_if_needed(args)
-    return args.training_script, args.module, args.training_script_args
+    return args.training_script, bool(args.module), args.training_script_args
 
 
 def test_workers_start_through_the_package_only_where_start_up_files_are_missing(
