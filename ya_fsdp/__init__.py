@@ -7,7 +7,21 @@ from ya_fsdp.fully_shard import UnshardHandle, YaFSDPModule, fully_shard
 from ya_fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ya_fsdp.ragged import RaggedShard, RaggedShardDTensor
 from ya_fsdp.report import MemoryReport, memory_report
-from ya_fsdp.state_dict import get_full_state_dict, load_full_state_dict
+from ya_fsdp.state_dict import (
+    get_full_optimizer_state_dict,
+    get_full_state_dict,
+    get_local_optimizer_state_dict,
+    get_local_state_dict,
+    get_sharded_optimizer_state_dict,
+    get_sharded_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+    load_local_optimizer_state_dict,
+    load_local_state_dict,
+    load_sharded_optimizer_state_dict,
+    load_sharded_state_dict,
+    parameter_names,
+)
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -19,7 +33,18 @@ __all__ = [
     "UnshardHandle",
     "YaFSDPModule",
     "fully_shard",
+    "get_full_optimizer_state_dict",
     "get_full_state_dict",
+    "get_local_optimizer_state_dict",
+    "get_local_state_dict",
+    "get_sharded_optimizer_state_dict",
+    "get_sharded_state_dict",
+    "load_full_optimizer_state_dict",
     "load_full_state_dict",
+    "load_local_optimizer_state_dict",
+    "load_local_state_dict",
+    "load_sharded_optimizer_state_dict",
+    "load_sharded_state_dict",
     "memory_report",
+    "parameter_names",
 ]

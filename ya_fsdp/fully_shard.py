@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ya_fsdp._torch_compat import FSDPModule, get_module_state, insert_module_state
+from ya_fsdp.comm.reduction import check_divide_factor
 from ya_fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, ResolvedDtypes
 from ya_fsdp.runtime.build import build_groups, find_params
 from ya_fsdp.runtime.mesh import ShardMesh
@@ -217,8 +218,7 @@ class YaFSDPModule(FSDPModule):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides this unit's summed gradients by ``factor`` instead of the number of ranks; any positive number."""
-        if not factor > 0:
-            raise ValueError(f"the gradient divide factor must be positive, got {factor}")
+        check_divide_factor(factor)
         self._get_fsdp_state().settings.gradient_divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:

@@ -18,9 +18,20 @@ PUBLIC = {
     "UnshardHandle",
     "YaFSDPModule",
     "fully_shard",
+    "get_full_optimizer_state_dict",
     "get_full_state_dict",
+    "get_local_optimizer_state_dict",
+    "get_local_state_dict",
+    "get_sharded_optimizer_state_dict",
+    "get_sharded_state_dict",
+    "load_full_optimizer_state_dict",
     "load_full_state_dict",
+    "load_local_optimizer_state_dict",
+    "load_local_state_dict",
+    "load_sharded_optimizer_state_dict",
+    "load_sharded_state_dict",
     "memory_report",
+    "parameter_names",
 }
 
 

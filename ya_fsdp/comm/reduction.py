@@ -6,7 +6,7 @@ from math import isfinite
 import torch
 import torch.distributed as dist
 
-__all__ = ["Reduction", "plan_reduction"]
+__all__ = ["Reduction", "check_divide_factor", "plan_reduction"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,12 @@ class Reduction:
     pre_scale: float
     op: dist.ReduceOp.RedOpType
     post_scale: float
+
+
+def check_divide_factor(factor: float) -> None:
+    """Raises ValueError if gradients cannot be divided by ``factor``."""
+    if not (factor > 0 and isfinite(factor)):
+        raise ValueError(f"the gradient divide factor must be positive and finite, got {factor}")
 
 
 def plan_reduction(
@@ -42,8 +48,8 @@ def plan_reduction(
     Raises:
         ValueError: If ``divide_factor`` is not positive and finite.
     """
-    if divide_factor is not None and not (divide_factor > 0 and isfinite(divide_factor)):
-        raise ValueError(f"the gradient divide factor must be positive and finite, got {divide_factor}")
+    if divide_factor is not None:
+        check_divide_factor(divide_factor)
     factor = float(num_ranks if divide_factor is None else divide_factor)
     if dtype is torch.float16:
         before = 1.0

@@ -67,7 +67,8 @@ class GradientStager:
         if covered < staging.numel():  # something is missing or padding: rare, and cheap next to the copies
             staging.zero_()
         targets, sources = [], []
-        flats = [None if grad is None else grad.reshape(-1) for grad in grads]
+        # An expanded or strided gradient may reshape to a view that is not dense, which as_strided would misread.
+        flats = [None if grad is None else grad.reshape(-1).contiguous() for grad in grads]
         for index, block in blocks:
             flat = flats[index]
             if flat is None:

@@ -96,13 +96,14 @@ class YaFSDPState(_State):
                     f"{self.name} becomes the root of {state.name}, which has a forward whose backward is pending; run "
                     f"the backward (or reset_iter_state()) first"
                 )
+        for state in states:
+            state.check_materialised()
         comm = YaFSDPCommContext(DeviceRuntime(self.device))
         context = YaFSDPStateContext(states, comm)
         for state in states:
             state.is_root = state is self
             state._context = context
             state.reshard()
-            state.check_materialised()
         if self.reshard_by_default:
             self.settings.reshard_after_forward = False
         context.plan_buffers()
