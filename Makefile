@@ -35,9 +35,12 @@ $(STAMP): pyproject.toml constraints-cpu.txt $(wildcard build_support/*)
 	$(BIN)/python -m pip install --quiet $(CONSTRAINT) -e '.[train,dev]'
 	@touch $@
 
+# bf16, as configs/fsdp_config.yaml says, on GPUs; few CPUs compute in it at speed, so fp32 there.
 demo: $(STAMP)  ## train a small Llama, sharded, on all GPUs or on two CPU processes; results in runs/demo
+	devices=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())') && \
+	processes=$(or $(NUM_PROCESSES),$$([ "$$devices" -gt 0 ] && echo "$$devices" || echo 2)) && \
 	$(BIN)/accelerate launch --config_file configs/fsdp_config.yaml --fsdp_ya_fsdp_enabled true \
-		--num_processes $(or $(NUM_PROCESSES),$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')) \
+		--num_processes "$$processes" $$([ "$$devices" -gt 0 ] || echo --mixed_precision no) \
 		examples/train_clm.py $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy

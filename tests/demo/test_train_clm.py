@@ -12,16 +12,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SMALL = "--vocab_size 512 --hidden_size 64 --intermediate_size 160 --num_layers 3 --num_heads 2 --block_size 64 "
 SMALL += "--text_megabytes 0.3 --max_steps 16 --warmup_steps 2 --learning_rate 0.01"
-SHARDED = "--config_file configs/fsdp_config.yaml --fsdp_ya_fsdp_enabled true"
+SHARDED = "-m accelerate.commands.accelerate_cli launch --config_file configs/fsdp_config.yaml "
+SHARDED += "--fsdp_ya_fsdp_enabled true --num_processes 2 --main_process_port 0"
+STOCK = "-m torch.distributed.run --standalone --nproc_per_node 2"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(170)]
 
 
-def launch(options: str, folder: Path, extra: str = "") -> str:
+def launch(launcher: str, folder: Path, extra: str) -> str:
     """Run the demo on two processes and return what it printed."""
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *options.split()]
-    command += ["--num_processes", "2", "--main_process_port", "0", "examples/train_clm.py"]
-    command += ["--output_dir", str(folder), *SMALL.split(), *extra.split()]
+    command = [sys.executable, *launcher.split(), "examples/train_clm.py", "--output_dir", str(folder)]
+    command += [*SMALL.split(), *extra.split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150
@@ -40,7 +41,7 @@ def load(folder: Path, name: str) -> dict[str, Any]:
 def sharded_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run with the engine: its folder and what it printed."""
     folder = tmp_path_factory.mktemp("sharded")
-    return folder, launch(SHARDED, folder)
+    return folder, launch(f"{SHARDED} --mixed_precision no", folder, "")
 
 
 def test_each_of_two_ranks_holds_half_of_parameters_gradients_and_optimizer(sharded_run: tuple[Path, str]) -> None:
@@ -68,7 +69,8 @@ def test_the_loss_falls_and_is_plotted_and_shown_in_a_table(sharded_run: tuple[P
 
 def test_the_saved_folder_gives_the_live_logits_in_a_process_without_the_engine(sharded_run: tuple[Path, str]) -> None:
     check = load(sharded_run[0], "check.json")
-    assert check["max_abs_logit_difference"] <= check["limit"] == 1e-6
+    assert check["dtype"] == "torch.float32"
+    assert check["max_abs_logit_difference"] <= 1e-6
     assert not check["engine_imported"]
     sample = (sharded_run[0] / "sample.txt").read_text(encoding="utf-8")
     assert sample.startswith("def read(self, ")
@@ -76,7 +78,7 @@ def test_the_saved_folder_gives_the_live_logits_in_a_process_without_the_engine(
 
 
 def test_without_the_flag_it_is_a_stock_run_with_the_same_losses(sharded_run: tuple[Path, str], tmp_path: Path) -> None:
-    launch("--cpu", tmp_path)
+    launch(STOCK, tmp_path, "--use_cpu")
     stock, sharded = load(tmp_path, "summary.json"), load(sharded_run[0], "summary.json")
     assert stock["engine"] == "plain PyTorch"
     assert stock["rank_bytes"]["parameters"] == [stock["num_parameters"] * 4] * 2
@@ -84,11 +86,14 @@ def test_without_the_flag_it_is_a_stock_run_with_the_same_losses(sharded_run: tu
     assert stock["last_loss"] == pytest.approx(sharded["last_loss"], abs=1e-3)
 
 
-def test_a_second_run_into_the_same_folder_replaces_the_first(sharded_run: tuple[Path, str]) -> None:
+def test_a_second_run_into_the_same_folder_in_bf16_replaces_the_first(sharded_run: tuple[Path, str]) -> None:
     folder, _ = sharded_run
     files = sorted(file.relative_to(folder) for file in folder.rglob("*"))
     before = (folder / "model.safetensors").read_bytes()
     launch(SHARDED, folder, "--seed 7")
     assert sorted(file.relative_to(folder) for file in folder.rglob("*")) == files
     assert (folder / "model.safetensors").read_bytes() != before
-    assert load(folder, "check.json")["max_abs_logit_difference"] <= 1e-6
+    check = load(folder, "check.json")
+    assert check["dtype"] == "torch.bfloat16"
+    assert check["max_abs_logit_difference"] <= 1e-6
+    assert load(folder, "summary.json")["last_loss"] < load(folder, "summary.json")["first_loss"] - 0.7
