@@ -8,7 +8,7 @@ can load.
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,11 +20,8 @@ import ya_fsdp
 from accelerate_plugin.optimizers import inner_optimizer
 from accelerate_plugin.prepare import is_managed
 from accelerate_plugin.startup import requested
-from ya_fsdp import RaggedShardDTensor
 
 __all__ = [
-    "full_optimizer_state",
-    "load_full_optimizer_state",
     "wrap_get_state_dict",
     "wrap_load_fsdp_model",
     "wrap_load_fsdp_optimizer",
@@ -161,7 +158,7 @@ def wrap_save_fsdp_optimizer(original: Function) -> Function:
         if not (requested() and is_managed(model)):
             original(fsdp_plugin, accelerator, optimizer, model, output_dir, optimizer_index, *args, **kwargs)
             return
-        state = full_optimizer_state(model, inner_optimizer(optimizer))
+        state = ya_fsdp.get_full_optimizer_state_dict(model, inner_optimizer(optimizer))
         path = _file(output_dir, _OPTIMIZER, optimizer_index)
 
         def write() -> None:
@@ -192,116 +189,7 @@ def wrap_load_fsdp_optimizer(original: Function) -> Function:
             return
         path = _file(input_dir, _OPTIMIZER, optimizer_index)
         state = _on_rank_zero(lambda: torch.load(path, map_location="cpu", weights_only=True), f"reading {path}")
-        load_full_optimizer_state(model, inner_optimizer(optimizer), state)
+        inner = inner_optimizer(optimizer)
+        ya_fsdp.load_full_optimizer_state_dict(model, inner, state or {}, broadcast_from_rank0=True)
 
     return load_fsdp_optimizer
-
-
-def _named_slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str, nn.Parameter]]:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise ValueError(
-                    f"rank {dist.get_rank()}: {type(optimizer).__name__} holds a parameter of shape "
-                    f"{tuple(parameter.shape)} (group {number}) that is not in {type(model).__name__}"
-                )
-            yield number, names[id(parameter)], parameter
-
-
-def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state with full tensors, by parameter name; empty on ranks other than 0. A collective.
-
-    Shapes:
-        each state tensor that is sharded like its parameter comes back with the parameter's full shape.
-    """
-    keep = dist.get_rank() == 0
-    groups: list[dict[str, Any]] = [
-        {key: value for key, value in group.items() if key != "params"} | {"params": []}
-        for group in optimizer.param_groups
-    ]
-    states: dict[str, dict[str, Any]] = {}
-    for number, name, parameter in _named_slots(model, optimizer):
-        groups[number]["params"].append(name)
-        full: dict[str, Any] = {}
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, RaggedShardDTensor):
-                gathered = value.full_tensor()  # every rank takes part; only rank 0 keeps it
-                full[key] = gathered.cpu() if keep else None
-            elif isinstance(value, torch.Tensor):
-                full[key] = value.detach().cpu().clone() if keep else None
-            else:
-                full[key] = value
-        if full:
-            states[name] = full
-    return {"state": states, "param_groups": groups} if keep else {}
-
-
-def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any] | None) -> None:
-    """Puts a state from :func:`full_optimizer_state` into an optimizer over sharded parameters. A collective.
-
-    Args:
-        state: on rank 0; other ranks pass anything.
-
-    Raises:
-        ValueError: where groups or parameters of the file and of the optimizer differ.
-    """
-    is_source = dist.get_rank() == 0
-    outline = [_outline(state) if is_source and state is not None else None]
-    dist.broadcast_object_list(outline, src=0)
-    assert outline[0] is not None
-    groups, layouts = outline[0]
-    _check_groups(model, optimizer, groups)
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
-    for _, name, parameter in _named_slots(model, optimizer):
-        if name not in layouts:
-            optimizer.state.pop(parameter, None)
-            continue
-        source = state["state"][name] if is_source and state is not None else {}
-        optimizer.state[parameter] = {
-            key: _receive(layout, source.get(key), parameter) for key, layout in layouts[name].items()
-        }
-
-
-def _outline(state: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Everything but the large tensors: groups, and per tensor its shape and dtype; small values travel as they are."""
-    layouts: dict[str, dict[str, Any]] = {}
-    for name, values in state["state"].items():
-        layouts[name] = {
-            key: ("tensor", tuple(value.shape), value.dtype)
-            if isinstance(value, torch.Tensor) and value.dim() > 0
-            else ("value", value, None)
-            for key, value in values.items()
-        }
-    return state["param_groups"], layouts
-
-
-def _check_groups(model: nn.Module, optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
-    mine: list[list[str]] = [[] for _ in optimizer.param_groups]
-    for number, name, _ in _named_slots(model, optimizer):
-        mine[number].append(name)
-    theirs = [group["params"] for group in saved]
-    if mine == theirs:
-        return
-    if len(mine) != len(theirs):
-        raise ValueError(f"the checkpoint's optimizer has {len(theirs)} parameter groups, this one has {len(mine)}")
-    number = next(index for index, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
-    difference = sorted(set(mine[number]) ^ set(theirs[number]))
-    raise ValueError(
-        f"group {number} of the checkpoint's optimizer holds other parameters, among them {difference[:3]}"
-    )
-
-
-def _receive(layout: tuple[str, Any, Any], value: Any, parameter: nn.Parameter) -> Any:
-    kind, content, dtype = layout
-    if kind == "value":
-        return content
-    local = parameter.to_local() if isinstance(parameter, RaggedShardDTensor) else parameter
-    full = torch.empty(content, dtype=dtype, device=local.device)
-    if dist.get_rank() == 0:
-        full.copy_(value)
-    dist.broadcast(full, src=0)
-    if isinstance(parameter, RaggedShardDTensor) and full.shape == parameter.shape:
-        return RaggedShardDTensor.from_full(full, parameter.device_mesh, parameter.placements)
-    return full

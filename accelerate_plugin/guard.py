@@ -6,7 +6,7 @@ from typing import Any
 
 from accelerate_plugin.startup import ENABLED, requested
 
-__all__ = ["note_managed", "watch_optimizers"]
+__all__ = ["note_managed", "parameters_before", "watch_optimizers"]
 
 # Managed models, and for each what knows the parameters it had before.
 _managed: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
@@ -21,6 +21,11 @@ def note_managed(model: Any, before: Any) -> None:
         before: answers ``name_of(parameter)`` for the parameters that the model had.
     """
     _managed[model] = before
+
+
+def parameters_before(model: Any) -> Any:
+    """What knows the parameters that a managed model had; None for a model that is not managed."""
+    return _managed.get(model)
 
 
 def watch_optimizers(module: ModuleType) -> None:

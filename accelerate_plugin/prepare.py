@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -21,23 +20,7 @@ from accelerate_plugin.settings import DTYPES, Settings, YaFSDPPlugin
 from accelerate_plugin.units import Unit, find_units
 from ya_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, YaFSDPModule, fully_shard
 
-__all__ = ["PreparedModel", "bind_optimizer", "is_managed", "prepare_model"]
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedModel:
-    """A model that went through :func:`prepare_model`, as its accelerator remembers it.
-
-    Attributes:
-        before: the parameters that it had, to find them again in optimizers that are prepared later.
-    """
-
-    model: nn.Module
-    before: KnownParameters
-
-    def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """The sharded parameters."""
-        return dict(self.model.named_parameters())
+__all__ = ["bind_optimizer", "is_managed", "prepare_model"]
 
 
 def is_managed(model: nn.Module) -> bool:
@@ -66,33 +49,24 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Iterable[Any] 
     class_name = type(model).__name__
     units = find_units(model, settings)
     checkpointed = apply_checkpointing(model, settings)
-    prepared = PreparedModel(model, KnownParameters(model))
-    taken = [detach(optimizer, prepared.before.name_of) for optimizer in optimizers]
+    before = KnownParameters(model)
+    taken = [detach(optimizer, before.name_of) for optimizer in optimizers]
     raised = _shard(model, units, accelerator, settings, plugin.param_dtype)
-    parameters = prepared.parameters_by_name()
+    parameters = dict(model.named_parameters())
     for optimizer in taken:
         optimizer.attach(parameters)
     _finish(model, units, settings)
-    _registry(accelerator).append(prepared)
-    guard.note_managed(model, prepared.before)
+    guard.note_managed(model, before)
     report.print_report(accelerator, model, units, report.Facts(class_name, raised, checkpointed))
     return model
 
 
 def bind_optimizer(accelerator: Any, optimizer: Any) -> None:
     """Binds an optimizer that is prepared after its model, and refuses one with parameters of no prepared model."""
-    prepared = _registry(accelerator)
-    if prepared:
-        bind_late(
-            optimizer, [(item.before, item.parameters_by_name()) for item in prepared], rank=accelerator.process_index
-        )
-
-
-def _registry(accelerator: Any) -> list[PreparedModel]:
-    if not hasattr(accelerator, "_ya_fsdp_prepared"):
-        accelerator._ya_fsdp_prepared = []
-    registry: list[PreparedModel] = accelerator._ya_fsdp_prepared
-    return registry
+    known = [(guard.parameters_before(model), model) for model in accelerator._models]
+    pairs = [(before, dict(model.named_parameters())) for before, model in known if before is not None]
+    if pairs:
+        bind_late(optimizer, pairs, rank=accelerator.process_index)
 
 
 def _refuse_wrapped(model: nn.Module, accelerator: Any) -> None:
