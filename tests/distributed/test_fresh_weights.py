@@ -60,15 +60,15 @@ def check_changes(reshard_after_forward, dtype):
     features = float_batches(1)[0]
     mp = None if dtype == torch.float32 else {"param_dtype": dtype, "reduce_dtype": torch.float32}
     for way in WAYS:
-        for evaluate in (True, False):
-            what = f"{way.__name__}, evaluate={evaluate}, reshard_after_forward={reshard_after_forward}, {dtype}"
+        for before in ("evaluation", "training", "forward with gradients, no backward"):
+            what = f"{way.__name__} after {before}, reshard_after_forward={reshard_after_forward}, {dtype}"
             model = MlpStack()
             shard(model, units=list(model.blocks), reshard_after_forward=reshard_after_forward, mp=mp)
             parameters = list(model.parameters())
-            model.train(not evaluate)
-            with torch.set_grad_enabled(not evaluate):
+            model.train(before == "training")
+            with torch.set_grad_enabled(before != "evaluation"):
                 output = model(features)
-            if not evaluate:
+            if before == "training":
                 output.float().sum().backward()
                 model.zero_grad()
             torch.testing.assert_close(output.detach(), scaled_output(features, 1.0, dtype), atol=1e-6, rtol=0)
