@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate_plugin.compat import accelerator_available
 from accelerate_plugin.keys import KEYS, SettingsError, parse_bool, parse_key, unknown_key
-from accelerate_plugin.startup import ENABLED, requested
+from accelerate_plugin.startup import ENABLED, is_launcher, requested
 
 __all__ = [
     "wrap_accelerator",
@@ -35,7 +35,9 @@ def _unless_asked(original: Function) -> Callable[[Function], Function]:
     def decorate(ours: Function) -> Function:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            return ours(*args, **kwargs) if requested() else original(*args, **kwargs)
+            # The launcher may inherit the variable, but it only starts the processes that train.
+            asked = requested() and not is_launcher()
+            return ours(*args, **kwargs) if asked else original(*args, **kwargs)
 
         return replacement
 

@@ -14,11 +14,12 @@ from tests.support.training import causal_loss
 
 
 @contextlib.contextmanager
-def session(mixed_precision: str | None = None, **variables: str) -> Iterator[Any]:
+def session(mixed_precision: str | None = None, cpu: bool = False, **variables: str) -> Iterator[Any]:
     """Yield an Accelerator as a launched script gets it.
 
     Args:
         mixed_precision: Passed to the Accelerator.
+        cpu: Passed to the Accelerator; a script may ask for CPU or not.
         **variables: ``FSDP_*`` variables, as the launcher exports them.
     """
     rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
@@ -34,7 +35,7 @@ def session(mixed_precision: str | None = None, **variables: str) -> Iterator[An
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     try:
-        yield Accelerator(mixed_precision=mixed_precision)
+        yield Accelerator(mixed_precision=mixed_precision, cpu=cpu)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()

@@ -384,3 +384,51 @@ def _ignored_modules() -> None:
 
 def test_ignored_modules_are_left_whole(on_ranks: OnRanks) -> None:
     on_ranks(2, _ignored_modules)
+
+
+def _state_of_the_accelerator(cpu: bool) -> None:
+    with session(cpu=cpu) as accelerator:
+        assert str(accelerator.distributed_type) == "DistributedType.FSDP"
+        assert accelerator.is_fsdp2
+        assert accelerator.num_processes == dist.get_world_size()
+        assert accelerator.process_index == dist.get_rank()
+        assert accelerator.device.type == "cpu"
+        assert type(accelerator.state.fsdp_plugin).__name__ == "YaFSDPPlugin"
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+def test_the_engine_is_selected_without_a_gpu_whether_or_not_the_script_asks_for_cpu(
+    on_ranks: OnRanks, cpu: bool
+) -> None:
+    on_ranks(2, _state_of_the_accelerator, cpu)
+
+
+def _refused_precisions() -> None:
+    with pytest.raises(ValueError, match="mixed_precision: fp8 is not supported"), session("fp8"):
+        pass
+    with pytest.raises(ValueError, match="mixed_precision: fp16 needs a GPU"), session("fp16"):
+        pass
+    with (
+        pytest.raises(ValueError, match="unknown key FSDP_SHARDING_STATEGY in the environment"),
+        session(FSDP_SHARDING_STATEGY="x"),
+    ):
+        pass
+
+
+def test_what_the_accelerator_cannot_honour_is_refused_when_it_is_built(on_ranks: OnRanks) -> None:
+    on_ranks(2, _refused_precisions)
+
+
+def _two_models() -> None:
+    first, second = build_model("llama"), build_model("qwen2")
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+    with session() as accelerator:
+        first, second, *optimizers = accelerator.prepare(first, second, *optimizers)
+        for model, optimizer in zip((first, second), optimizers, strict=True):
+            before = {name: parameter.full_tensor().clone() for name, parameter in model.named_parameters()}
+            accelerated_steps(accelerator, model, optimizer, token_batches(1))
+            assert all(not torch.equal(before[n], p.full_tensor()) for n, p in model.named_parameters())
+
+
+def test_two_models_with_their_optimizers_can_be_prepared_together(on_ranks: OnRanks) -> None:
+    on_ranks(2, _two_models)
