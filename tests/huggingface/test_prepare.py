@@ -432,3 +432,22 @@ def _two_models() -> None:
 
 def test_two_models_with_their_optimizers_can_be_prepared_together(on_ranks: OnRanks) -> None:
     on_ranks(2, _two_models)
+
+
+def _hybrid(strategy: str, size: str) -> None:
+    reference, batches = build_model("llama"), token_batches(3)
+    expected = plain_steps(reference, torch.optim.SGD(reference.parameters(), lr=0.1), batches)
+    model = build_model("llama", seed=dist.get_rank())  # rank 0's is the reference
+    with session(FSDP_SHARDING_STRATEGY=strategy, FSDP_YA_FSDP_HYBRID_GROUP_SIZE=size) as accelerator:
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert accelerated_steps(accelerator, model, optimizer, batches) == pytest.approx(expected, abs=1e-5)
+        held = sum(parameter.to_local().numel() for parameter in model.parameters())
+        total = sum(parameter.numel() for parameter in model.parameters())
+        assert held < 0.6 * total, "two of four processes share one copy"
+        assert_close_to(model, reference, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", [4])
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"])
+def test_hybrid_strategies_replicate_over_groups(on_ranks: OnRanks, world: int, strategy: str) -> None:
+    on_ranks(world, _hybrid, strategy, "2")

@@ -1,6 +1,7 @@
 """The one list of replaced names is true, and versions outside the tested range are named."""
 
 import importlib
+import types
 from importlib import metadata
 
 import pytest
@@ -81,3 +82,19 @@ def test_another_version_is_refused_by_name_and_number(
 def test_a_missing_optional_library_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compat.TESTED, "no-such-distribution-anywhere", ("1", None))
     compat.check_versions()
+
+
+def test_accelerate_cannot_be_imported_in_a_run_that_asks_for_the_engine_with_an_untested_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import accelerate
+
+    installed = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "1.99.0" if name == "accelerate" else installed(name))
+    monkeypatch.delenv("FSDP_YA_FSDP_ENABLED", raising=False)
+    compat.apply(accelerate)
+    # Nothing is looked up in a version that nobody asked us to change: an empty module would raise otherwise.
+    compat.apply(types.ModuleType("accelerate.state"))
+    monkeypatch.setenv("FSDP_YA_FSDP_ENABLED", "true")
+    with pytest.raises(ImportError, match=r"found accelerate 1\.99\.0"):
+        compat.apply(accelerate)
