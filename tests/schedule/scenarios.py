@@ -66,6 +66,7 @@ class Run:
         policy: Arguments of the mixed precision policy.
         kept: Names of the units with ``reshard_after_forward=False``.
         mesh_shape: Shape of the mesh, by default one axis.
+        frozen: Whether the first layer of each block is frozen, which gives blocks two buckets.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Run:
         policy: dict[str, Any],
         kept: tuple[str, ...],
         mesh_shape: tuple[int, ...] | None,
+        frozen: bool,
     ) -> None:
         self.timeline = Timeline(device)
         options: Any = {
@@ -86,15 +88,17 @@ class Run:
             self._modes(stack)
             with self.device:
                 self.model: Any = Model(world_size)
+            for block in self.model.blocks:
+                block.up.requires_grad_(not frozen)
             for name, unit in self.model.units().items():
                 fully_shard(unit, reshard_after_forward=name not in kept, **options)
             fully_shard(self.model, **options)
             self.tokens = torch.zeros(2, 5, dtype=torch.long, device=self.device)
         for name, unit in self.model.units().items():
-            (group,) = unit._get_fsdp_state().groups
-            self.timeline.names[group.layout.padded_numel] = name
+            for group in unit._get_fsdp_state().groups:
+                self.timeline.names[group.layout.padded_numel] = name
             self._mark(name, unit)
-        assert len(self.timeline.names) == len(UNITS), "two units of one size"
+        assert frozen or len(self.timeline.names) == len(UNITS), "two units of one size"
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, foreach=True)
 
     def _modes(self, stack: contextlib.ExitStack) -> None:
@@ -148,7 +152,8 @@ def sharded(
     policy: dict[str, Any] | None = None,
     kept: tuple[str, ...] = ("head",),
     mesh_shape: tuple[int, ...] | None = None,
+    frozen: bool = False,
 ) -> Iterator[Run]:
     """Shard the model on ranks that do not exist; see :class:`Run`."""
     with fake_ranks(world_size):
-        yield Run(device, world_size, policy or {}, kept, mesh_shape)
+        yield Run(device, world_size, policy or {}, kept, mesh_shape, frozen)

@@ -148,6 +148,7 @@ SCENARIOS = {
     "released buffers": (released_buffers, {"policy": BF16}),
     "switched resharding": (switched_resharding, {"policy": BF16}),
     "activation checkpointing": (checkpointed_blocks, {"policy": BF16}),
+    "frozen parameters": (steps, {"policy": BF16, "frozen": True}),
     "optimizer on another stream": (optimizer_on_another_stream, {"policy": BF16}),
 }
 

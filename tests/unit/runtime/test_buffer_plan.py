@@ -1,7 +1,6 @@
 """Repeated buckets alternate between shared buffers; whatever is kept or rare has a buffer of its own."""
 
 from collections import Counter
-from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +11,7 @@ bucket_lists = st.lists(
     st.builds(BucketInfo, kind=st.sampled_from("abc"), nbytes=st.integers(0, 10**9), is_kept=st.booleans()),
     max_size=20,
 )
+numbers_shared = st.integers(NUM_SHARED, 4)
 
 
 def users_of(plan: BufferPlan, buckets: list[BucketInfo]) -> list[list[BucketInfo]]:
@@ -23,23 +23,28 @@ def users_of(plan: BufferPlan, buckets: list[BucketInfo]) -> list[list[BucketInf
     return users
 
 
-@given(bucket_lists)
-def test_neighbours_of_a_kind_never_share_a_buffer(buckets: list[BucketInfo]) -> None:
-    plan = plan_buffers(buckets)
+@given(bucket_lists, numbers_shared)
+def test_as_many_neighbours_of_a_kind_as_there_are_buffers_never_meet(
+    buckets: list[BucketInfo], num_shared: int
+) -> None:
+    plan = plan_buffers(buckets, num_shared)
     for kind in "abc":
         order = [
             index
             for bucket, index in zip(buckets, plan.assignments, strict=True)
             if bucket.kind == kind and index is not None
         ]
-        assert all(first != second for first, second in pairwise(order)), order
+        for place in range(len(order) - num_shared + 1):
+            assert len(set(order[place : place + num_shared])) == num_shared, order
 
 
-@given(bucket_lists)
-def test_kept_and_rare_buckets_have_their_own_buffer_and_all_others_share(buckets: list[BucketInfo]) -> None:
+@given(bucket_lists, numbers_shared)
+def test_kept_and_rare_buckets_have_their_own_buffer_and_all_others_share(
+    buckets: list[BucketInfo], num_shared: int
+) -> None:
     counts = Counter(bucket.kind for bucket in buckets if not bucket.is_kept)
-    for bucket, index in zip(buckets, plan_buffers(buckets).assignments, strict=True):
-        own = bucket.is_kept or counts[bucket.kind] <= NUM_SHARED
+    for bucket, index in zip(buckets, plan_buffers(buckets, num_shared).assignments, strict=True):
+        own = bucket.is_kept or counts[bucket.kind] <= num_shared
         assert (index is None) == own, f"{bucket} of {counts}"
 
 
