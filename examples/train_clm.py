@@ -76,7 +76,7 @@ def parse_arguments() -> tuple[ModelArguments, TrainingArguments]:
     parser = HfArgumentParser((ModelArguments, TrainingArguments))
     parser.set_defaults(
         output_dir="runs/demo",
-        max_steps=80,
+        max_steps=64,
         per_device_train_batch_size=4,
         learning_rate=2e-3,
         warmup_steps=8,
