@@ -106,8 +106,10 @@ def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerFast) -> Lla
         eos_token_id=tokenizer.eos_token_id,
     )
     model = LlamaForCausalLM(config)
-    # Tokens that start out as distinct as layers make them later let so short a run get past mere word counts.
-    torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
+    if not args.tie_word_embeddings:
+        # Tokens that start out as distinct as layers make them later let so short a run get past mere word counts. A
+        # head must start small, so this is not for a matrix that is both.
+        torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
     return model
 
 
