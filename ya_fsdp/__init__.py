@@ -18,9 +18,11 @@ from ya_fsdp.state_dict import (
     load_full_state_dict,
     load_local_optimizer_state_dict,
     load_local_state_dict,
+    load_sharded_checkpoint,
     load_sharded_optimizer_state_dict,
     load_sharded_state_dict,
     parameter_names,
+    save_sharded_checkpoint,
 )
 
 __all__ = [
@@ -43,8 +45,10 @@ __all__ = [
     "load_full_state_dict",
     "load_local_optimizer_state_dict",
     "load_local_state_dict",
+    "load_sharded_checkpoint",
     "load_sharded_optimizer_state_dict",
     "load_sharded_state_dict",
     "memory_report",
     "parameter_names",
+    "save_sharded_checkpoint",
 ]

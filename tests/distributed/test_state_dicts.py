@@ -46,7 +46,7 @@ def everything(model, optimizer):
     values = {}
     for name, parameter in model.named_parameters():
         values[name] = full(parameter)
-        for key, value in optimizer.state[parameter].items():
+        for key, value in sorted(optimizer.state[parameter].items()):
             values[f"{name}/{key}"] = full(value)
     return values
 

@@ -28,10 +28,12 @@ PUBLIC = {
     "load_full_state_dict",
     "load_local_optimizer_state_dict",
     "load_local_state_dict",
+    "load_sharded_checkpoint",
     "load_sharded_optimizer_state_dict",
     "load_sharded_state_dict",
     "memory_report",
     "parameter_names",
+    "save_sharded_checkpoint",
 }
 
 

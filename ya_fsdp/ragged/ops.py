@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 
 from ya_fsdp._torch_compat import DTensor, DTensorSpec
 from ya_fsdp.ragged.convert import gather_full, slice_full, spec_like
@@ -144,6 +145,8 @@ def on_lists(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """
     result = func(*map(_unwrap_list, args), **{key: _unwrap_list(value) for key, value in kwargs.items()})
     if result is None:
+        # Written through the slices: torch counts such writes on no wrapper, and kept units look at the count.
+        increment_version([tensor for tensor in args[0] if type(tensor) is RaggedShardDTensor])
         return None
     specs = [tensor._spec if type(tensor) is RaggedShardDTensor else None for tensor in args[0]]
     return [item if spec is None else _wrap_like(item, spec) for item, spec in zip(result, specs, strict=True)]

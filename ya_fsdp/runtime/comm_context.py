@@ -73,6 +73,8 @@ class YaFSDPCommContext:
 
     def reset(self) -> None:
         """Forgets the iteration under way (after an exception in the middle of it)."""
+        if not self.runtime.is_async_host:
+            self.finish_reduction()  # its memory must not be freed under the reduce stream
         self._reduction = None
         self.forward_order.abandon()
         self.post_forward_order.clear()

@@ -184,6 +184,8 @@ class GradientReducer:
         if runtime.is_async_host:
             comm.defer_reduction(complete)
             return
+        # Memory of the compute stream that the reduce stream still uses must not be freed before the two have met.
+        keep = [output, result, self._partial_shard]
         with runtime.on(runtime.reduce_stream):
             self._complete(output, result, reduction, contributed)
             done = runtime.record()
@@ -192,6 +194,7 @@ class GradientReducer:
             for flight in flights:
                 flight.wait()
             runtime.wait(done)
+            keep.clear()
 
         comm.defer_reduction(join)
 

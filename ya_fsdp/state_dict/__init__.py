@@ -1,5 +1,6 @@
 """State dicts of model and optimizer: full, sharded and local, in both directions."""
 
+from ya_fsdp.state_dict.distributed import load_sharded_checkpoint, save_sharded_checkpoint
 from ya_fsdp.state_dict.model import (
     get_full_state_dict,
     get_local_state_dict,
@@ -29,7 +30,9 @@ __all__ = [
     "load_full_state_dict",
     "load_local_optimizer_state_dict",
     "load_local_state_dict",
+    "load_sharded_checkpoint",
     "load_sharded_optimizer_state_dict",
     "load_sharded_state_dict",
     "parameter_names",
+    "save_sharded_checkpoint",
 ]

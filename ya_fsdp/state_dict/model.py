@@ -55,12 +55,13 @@ def get_full_state_dict(
     result: dict[str, torch.Tensor] = {}
     gathered: dict[int, torch.Tensor] = {}
     for name, value in get_sharded_state_dict(model, select=select).items():
-        if id(value) not in gathered:
+        if id(value) not in gathered:  # every rank gathers a tied parameter once, whether or not it keeps it
             full = value.detach()
             if isinstance(full, RaggedShardDTensor):
                 full = gather_full(full._local_tensor, full._spec)
-            if keeps:
-                gathered[id(value)] = full.cpu() if cpu_offload else full
+            if keeps and cpu_offload:
+                full = full.cpu()
+            gathered[id(value)] = full if keeps else full.new_empty(0)
         if keeps:
             result[name] = gathered[id(value)]
     return result

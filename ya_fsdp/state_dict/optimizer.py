@@ -24,6 +24,7 @@ __all__ = [
     "load_local_optimizer_state_dict",
     "load_sharded_optimizer_state_dict",
     "parameter_names",
+    "parameters_by_name",
 ]
 
 StateDict = dict[str, Any]
@@ -82,7 +83,7 @@ def get_local_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
         for name, entry in full["state"].items()
     }
     local = _collect(model, optimizer, lambda v: v._local_tensor if isinstance(v, RaggedShardDTensor) else v)
-    return {"header": local_header(_params_by_name(model, optimizer)), "sharded": sharded, **local}
+    return {"header": local_header(parameters_by_name(model, optimizer)), "sharded": sharded, **local}
 
 
 def load_full_optimizer_state_dict(
@@ -110,7 +111,7 @@ def load_full_optimizer_state_dict(
     if from_rank0:
         dist.broadcast_object_list(outline, src=0)
     _check(model, optimizer, outline[0])
-    params = _params_by_name(model, optimizer)
+    params = parameters_by_name(model, optimizer)
 
     def read(name: str, key: str, hint: Any) -> Any:
         source = state_dict["state"][name][key] if state_dict else None
@@ -129,7 +130,7 @@ def load_sharded_optimizer_state_dict(
     """Loads state whose tensors are sharded like the parameters, or plain and full. No communication then."""
     outline = _outline(state_dict)
     _check(model, optimizer, outline)
-    params = _params_by_name(model, optimizer)
+    params = parameters_by_name(model, optimizer)
     _install(model, optimizer, outline, lambda n, key, hint: _as_shard(key, state_dict["state"][n][key], params[n]))
 
 
@@ -141,7 +142,7 @@ def load_local_optimizer_state_dict(
     Raises:
         RuntimeError: If the number of ranks, the rank, a name or a slice differs; nothing is changed then.
     """
-    params = _params_by_name(model, optimizer)
+    params = parameters_by_name(model, optimizer)
     check_local(state_dict["header"], local_header(params))
 
     def read(name: str, key: str, hint: Any) -> Any:
@@ -178,7 +179,8 @@ def _collect(model: nn.Module, optimizer: torch.optim.Optimizer, convert: Callab
     return {"state": state, "param_groups": groups}
 
 
-def _params_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def parameters_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The optimizer's parameters, by name; raises as :func:`parameter_names` does."""
     names = parameter_names(model, optimizer)
     pairs = zip(optimizer.param_groups, names, strict=True)
     return {name: param for group, members in pairs for name, param in zip(members, group["params"], strict=True)}
@@ -205,7 +207,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, outline: StateDic
             f"{[len(group) for group in saved]} parameters, the optimizer {len(own)} of "
             f"{[len(group) for group in own]}; only saved: {lost}, only here: {new}"
         )
-    params = _params_by_name(model, optimizer)
+    params = parameters_by_name(model, optimizer)
     for name, entry in outline["state"].items():
         for key in _SHAPED & entry.keys():
             shape, expected = getattr(entry[key], "shape", None), tuple(params[name].shape)
@@ -225,11 +227,13 @@ def _broadcast(source: torch.Tensor | None, hint: _TensorHint, device: torch.dev
 
 
 def _as_shard(key: str, value: Any, param: torch.Tensor) -> Any:
-    """Takes this rank's slice of a full tensor of the parameter's shape; everything else stays as it is."""
-    if not (isinstance(value, torch.Tensor) and isinstance(param, RaggedShardDTensor)):
+    """This rank's slice of a full tensor of the parameter's shape; everything else as it is. Tensors are copied."""
+    if not isinstance(value, torch.Tensor):
         return value
-    if key == "step" or value.shape != param.shape or isinstance(value, RaggedShardDTensor):
-        return value
+    if key == "step" or value.shape != param.shape or not isinstance(param, RaggedShardDTensor):
+        return value.clone()
+    if isinstance(value, RaggedShardDTensor):
+        return value.clone()
     full = value.full_tensor() if isinstance(value, DTensor) else value
     local = slice_full(full, param._spec).to(param.device)
     return RaggedShardDTensor.wrap(local.clone(), spec_like(param._spec, full.dtype))
