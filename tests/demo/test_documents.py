@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate_plugin.keys import KEYS
+from accelerate_plugin.keys import KEYS, SettingsError, parse_key
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -40,6 +40,23 @@ def test_keys_and_make_targets_named_in_it_exist(document: Path) -> None:
     assert keys - torch_hooks <= set(KEYS)
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     assert set(re.findall(r"(?:^|`)make ([a-z]+)", text, flags=re.MULTILINE)) <= targets
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("fsdp_state_dict_type", "SHARDED_STATE_DICT"),
+        ("fsdp_state_dict_type", "LOCAL_STATE_DICT"),
+        ("fsdp_offload_params", "true"),
+        ("fsdp_reshard_after_forward", "4"),
+    ],
+)
+def test_what_the_readme_calls_missing_is_refused(key: str, value: str) -> None:
+    missing = (ROOT / "README.md").read_text(encoding="utf-8").partition("Not there yet")[2]
+    if key != "fsdp_reshard_after_forward":
+        assert key in missing
+    with pytest.raises(SettingsError, match="is not supported by ya-fsdp"):
+        parse_key(key, value)
 
 
 @pytest.mark.slow
