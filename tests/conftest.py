@@ -23,12 +23,13 @@ def on_ranks(rank_pools: RankPools) -> Callable[..., list[Any]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests of the same world size together, since not all pools may be alive at once."""
+    """Run tests that need large pools last: pools of 1 and 2 ranks fit side by side, a larger one pushes others out."""
 
-    def world_size(item: pytest.Item) -> int:
-        if "on_ranks" not in getattr(item, "fixturenames", ()):
+    def pool_size(item: pytest.Item) -> int:
+        if "rank_pools" not in getattr(item, "fixturenames", ()):
             return 0
         callspec = getattr(item, "callspec", None)
-        return callspec.params.get("world", 2) if callspec is not None else 2
+        world = callspec.params.get("world") if callspec is not None else None
+        return max(2, world) if isinstance(world, int) else 2
 
-    items.sort(key=world_size)
+    items.sort(key=pool_size)

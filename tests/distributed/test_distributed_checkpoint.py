@@ -66,11 +66,24 @@ def load(case, folder, saved, after):
     assert_same_values(continued, after, f"one step later, {what}", atol=1e-5)
 
 
+@pytest.fixture(scope="session")
+def saved_by_two(rank_pools, tmp_path_factory):
+    """Checkpoints of two ranks, written once: folder, what it holds, and the weights one step later."""
+    made = {}
+
+    def get(case):
+        if case not in made:
+            folder = str(tmp_path_factory.mktemp(case))
+            made[case] = (folder, *rank_pools.run(2, save, case, folder)[0])
+        return made[case]
+
+    return get
+
+
 @pytest.mark.parametrize("case", ["odd", "llama"])
 @pytest.mark.parametrize("world", [2, 1, 3])
-def test_checkpoint_of_two_ranks_loads_exactly(on_ranks, tmp_path, world, case):
-    saved, after = on_ranks(2, save, case, str(tmp_path))[0]
-    on_ranks(world, load, case, str(tmp_path), saved, after)
+def test_checkpoint_of_two_ranks_loads_exactly(on_ranks, saved_by_two, world, case):
+    on_ranks(world, load, case, *saved_by_two(case))
 
 
 @pytest.mark.parametrize("world", [4])
@@ -103,18 +116,18 @@ def load_from_fsdp2(folder):
     assert_same_values({name: full(p) for name, p in model.named_parameters()}, expected, "from PyTorch FSDP2")
 
 
-def test_checkpoints_are_exchanged_with_fsdp2(on_ranks, tmp_path):
-    saved, _ = on_ranks(2, save, "llama", str(tmp_path / "ours"))[0]
-    on_ranks(2, load_into_fsdp2, str(tmp_path / "ours"), saved)
-    on_ranks(2, save_from_fsdp2, str(tmp_path / "theirs"))
-    on_ranks(2, load_from_fsdp2, str(tmp_path / "theirs"))
+def test_checkpoints_are_exchanged_with_fsdp2(on_ranks, saved_by_two, tmp_path):
+    folder, saved, _ = saved_by_two("llama")
+    on_ranks(2, load_into_fsdp2, folder, saved)
+    on_ranks(2, save_from_fsdp2, str(tmp_path))
+    on_ranks(2, load_from_fsdp2, str(tmp_path))
 
 
-def test_checkpoint_loads_into_plain_tensors_in_one_process(on_ranks, tmp_path):
-    saved, _ = on_ranks(2, save, "odd", str(tmp_path))[0]
+def test_checkpoint_loads_into_plain_tensors_in_one_process(saved_by_two):
+    folder, saved, _ = saved_by_two("odd")
     model = OddModel(seed=1)
     state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=str(tmp_path), no_dist=True)
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
     model.load_state_dict(state["model"])
     expected = {name: value for name, value in saved.items() if "/" not in name}
     assert_same_values({name: p.detach() for name, p in model.named_parameters()}, expected, "plain tensors")

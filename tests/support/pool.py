@@ -19,12 +19,14 @@ from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any
 
-from tests.support.rank_main import log_path, rank_main
+from tests.support.rank_main import READY, log_path, rank_main
 
 #: Ranks alive at the same time, over all pools: more would only wait for each other on a small machine.
 MAX_RANKS = 4
 #: Seconds a job may take, unless the test says otherwise.
 JOB_LIMIT = 60.0
+#: Seconds that ranks get to start: imports on a busy machine are slow, and no part of the job.
+START_LIMIT = 120.0
 #: Seconds the other ranks get to finish or fail by themselves once one rank has failed.
 GRACE = 3.0
 
@@ -81,6 +83,17 @@ class RankPool:
                 theirs.close()
                 self.processes.append(process)
                 self.pipes.append(ours)
+        self._wait_until_started()
+
+    def _wait_until_started(self) -> None:
+        deadline = time.monotonic() + START_LIMIT
+        for rank, pipe in enumerate(self.pipes):
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                if pipe.poll(max(0.0, deadline - time.monotonic())) and pipe.recv_bytes() == READY:
+                    continue
+            self.kill()
+            output = _tail(log_path(self.folder, rank), 0)
+            raise JobFailedError(f"rank {rank} of {self.world_size} did not start within {START_LIMIT:g} s\n{output}")
 
     def run(self, job: Callable[..., Any], *args: Any, limit: float = JOB_LIMIT, **kwargs: Any) -> list[Any]:
         """Run ``job(*args, **kwargs)`` on every rank.

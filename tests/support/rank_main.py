@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+#: First message of a rank: it has started, so the time that a job may take begins now.
+READY = b"ready"
 # Longer than any job may take: the parent ends a job that hangs, with every rank's stack, before gloo gives up.
 _GROUP_TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -29,6 +31,7 @@ def rank_main(rank: int, world_size: int, pipe: Connection, folder: str) -> None
     _leave_with_the_parent()
     _redirect_output(log_path(folder, rank))
     _prepare_torch()
+    pipe.send_bytes(READY)
     while True:
         try:
             number, payload = pickle.loads(pipe.recv_bytes())
