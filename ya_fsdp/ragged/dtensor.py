@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ya_fsdp._torch_compat import DTensor, DTensorSpec, Placement, Replicate, Shard, TensorMeta, make_wrapper
 from ya_fsdp.ragged import table
 from ya_fsdp.ragged.convert import gather_full, scatter_mean, slice_full
+from ya_fsdp.ragged.placement import RaggedShard
 
 __all__ = ["RaggedShardDTensor"]
 
@@ -123,6 +124,30 @@ class RaggedShardDTensor(DTensor):
             f"local={self._local_tensor})"
         )
 
+    @property
+    def data(self) -> "RaggedShardDTensor":
+        """The tensor outside of autograd, sharing its slice. Assigning writes the values into the slice.
+
+        Raises:
+            ValueError: On assignment of a tensor of another layout or dtype, which the engine would not see.
+        """
+        return cast(RaggedShardDTensor, self.detach())
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise ValueError(
+                f"cannot assign a {value.dtype} tensor of shape {tuple(value.shape)} to the data of a sharded "
+                f"{self.dtype} parameter of shape {tuple(self.shape)}; convert the module with .to(...) instead"
+            )
+        with torch.no_grad():
+            self.detach().copy_(value.detach())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A slice is pickled without the flat shard that it is a view of.
+        local = self._local_tensor.detach().clone()
+        return rebuild_ragged, (local, self._spec, self.requires_grad, dict(self.__dict__))
+
     @staticmethod
     def __tensor_unflatten__(
         inner_tensors: dict[str, Any], flatten_spec: Any, outer_size: Any, outer_stride: Any
@@ -154,3 +179,15 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return RaggedShardDTensor.wrap(scatter_mean(grads[0], ctx.spec), ctx.spec)
+
+
+def rebuild_ragged(
+    local: torch.Tensor, spec: DTensorSpec, requires_grad: bool, attributes: dict[str, Any]
+) -> RaggedShardDTensor:
+    """Makes a pickled tensor again, with what was attached to it (a parameter is recognised by such an attribute)."""
+    tensor = RaggedShardDTensor.wrap(local, spec).requires_grad_(requires_grad)
+    tensor.__dict__.update(attributes)
+    return cast(RaggedShardDTensor, tensor)
+
+
+torch.serialization.add_safe_globals([RaggedShardDTensor, RaggedShard, rebuild_ragged])

@@ -74,7 +74,8 @@ def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @register(
     aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like, aten.clone, aten._to_copy, aten.zero_,
-    aten.detach, aten.alias, aten.copy_, aten.lift_fresh, aten.isnan, aten.detach_,
+    aten.detach, aten.alias, aten.copy_, aten.lift_fresh, aten.isnan, aten.detach_, aten.masked_fill,
+    aten.masked_fill_, aten.fill, aten.fill_, aten.rsub,
 )  # fmt: skip
 def _keeps_layout(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if kwargs.get("memory_format") is not None:  # a slice is one-dimensional: only the contiguous form exists
@@ -111,6 +112,24 @@ def _random_fill(func: Any, args: Args, kwargs: Kwargs) -> Any:
     func(full, *args[1:], **kwargs)
     tensor._local_tensor.copy_(slice_full(full, tensor._spec))
     return tensor
+
+
+@register(aten.rand_like, aten.randn_like, aten.randint_like)
+def _random_like(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """As :func:`_random_fill`: the slice of the numbers that the full tensor would get."""
+    tensor = args[0]
+    options = {key: value for key, value in kwargs.items() if key != "memory_format"}
+    full = func(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args[1:], **options)
+    return _wrap_like(slice_full(full, tensor._spec).clone(), tensor._spec)
+
+
+@register(aten.allclose)
+def _allclose(func: Any, args: Args, kwargs: Kwargs) -> bool:
+    spec = _first(args)._spec
+    left, right = (_local(arg, spec, func) for arg in args[:2])
+    close = torch.allclose(left, right, *args[2:], **kwargs)
+    same = torch.tensor(int(close), device=_first(args)._local_tensor.device)
+    return bool(all_reduce(same, spec, dist.ReduceOp.MIN).item())
 
 
 @register(aten.equal)

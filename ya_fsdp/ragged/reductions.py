@@ -126,6 +126,24 @@ def _sum(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
     return total / max(count, 1) if is_mean else total
 
 
+@register(aten.var, aten.std)
+def _variance(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
+    tensor = args[0]
+    dims = args[1] if len(args) > 1 else kwargs.get("dim")
+    if isinstance(dims, bool):  # the older overload: var(self, unbiased)
+        correction, dims = float(dims), None
+    else:
+        given = kwargs.get("correction", kwargs.get("unbiased"))
+        correction = 1.0 if given is None else float(given)
+    if not _covers_all(tensor, dims) or kwargs.get("keepdim"):
+        raise refusal(func, f"a variance over dimensions {dims} needs whole rows", tensor)
+    local, count = tensor._local_tensor, tensor.numel()
+    mean = all_reduce(local.sum(), tensor._spec, dist.ReduceOp.SUM) / max(count, 1)
+    squares: torch.Tensor = all_reduce((local - mean).square_().sum(), tensor._spec, dist.ReduceOp.SUM)
+    variance = squares / max(count - correction, 0.0)
+    return torch.sqrt(variance) if func.overloadpacket is aten.std else variance
+
+
 @register(*_EXTREMES)
 def _extreme(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
     tensor = args[0]
