@@ -102,7 +102,7 @@ def test_number_of_ranks_alive_is_bounded():
     assert not wait_until_gone(pids)
 
 
-def test_ranks_end_when_the_parent_is_killed():
+def test_ranks_end_when_the_parent_is_killed(tmp_path):
     script = """
         from tests.distributed.test_rank_pool import add_ranks, hang_on
         from tests.support.pool import RankPools
@@ -111,9 +111,12 @@ def test_ranks_end_when_the_parent_is_killed():
             print(*[row[2] for row in pools.run(2, add_ranks, 0)], flush=True)
             pools.run(2, hang_on, 0)
     """
-    path = REPOSITORY / "tests"
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], cwd=path.parent, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=REPOSITORY,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # a killed parent cannot clean up after itself
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         pids = [int(word) for word in process.stdout.readline().split()]

@@ -91,8 +91,8 @@ class RankPool:
             with contextlib.suppress(EOFError, ConnectionResetError):
                 if pipe.poll(max(0.0, deadline - time.monotonic())) and pipe.recv_bytes() == READY:
                     continue
-            self.kill()
             output = _tail(log_path(self.folder, rank), 0)
+            self.kill()
             raise JobFailedError(f"rank {rank} of {self.world_size} did not start within {START_LIMIT:g} s\n{output}")
 
     def run(self, job: Callable[..., Any], *args: Any, limit: float = JOB_LIMIT, **kwargs: Any) -> list[Any]:
@@ -127,9 +127,8 @@ class RankPool:
         if reason is None:
             return [outcome.value for outcome in outcomes]
         stacks = self._stacks_of([rank for rank, outcome in enumerate(outcomes) if not outcome.done])
-        self.kill()
         report = self._report(outcomes, stacks, log_starts)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.kill()
         raise JobFailedError(f"{name} on {self.world_size} rank(s): {reason}\n{report}")
 
     def _collect(self, outcomes: list[_Outcome], limit: float) -> str | None:
@@ -209,13 +208,13 @@ class RankPool:
             if process.is_alive():
                 process.kill()
         self._reap()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _reap(self) -> None:
         for process in self.processes:
             process.join(5)
         for pipe in self.pipes:
             pipe.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class RankPools:
