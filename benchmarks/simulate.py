@@ -1,0 +1,288 @@
+"""What one training step of a sharding engine costs in bytes, without a GPU.
+
+Runs a Llama-shaped model on a fake accelerator under FakeTensorMode with torch's 'fake' process group and
+prints one JSON line: peak and resting bytes by live storage (512-byte rounding), and per step the calls and bytes of
+collectives, copies and allocations. It counts in issue order: no caching allocator, no fragmentation, no delayed
+cross-stream free. A simulation, not a GPU number; good for comparing engines on the same work.
+
+    python benchmarks/simulate.py --engine fsdp2   --model 8b --world 64
+    python benchmarks/simulate.py --engine ya_fsdp --model 8b --world 64
+"""
+
+import argparse
+import collections
+import contextlib
+import json
+import logging
+import sys
+import time
+import warnings
+import weakref
+from pathlib import Path
+
+warnings.filterwarnings("ignore")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.schedule import fake_accelerator as fakegpu  # noqa: E402  (the one that the tests use)
+
+fakegpu.install()  # before anything touches a device
+import torch  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
+GIB = 2**30
+DEVICE = fakegpu.NAME
+MODELS = {
+    "tiny": {
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    },
+    "8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "70b": {
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
+}
+
+
+class ScorelessAttention(torch.autograd.Function):
+    """Attention with the memory of a flash kernel: saves q, k, v and the output, never the score matrix."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        output = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def scoreless_attention(module, query, key, value, attention_mask, **kwargs):
+    return ScorelessAttention.apply(query, key, value).transpose(1, 2), None
+
+
+class LiveBytes:
+    """Live bytes of the fake device by untyped storage, and their peak."""
+
+    def __init__(self):
+        self.live = self.peak = self.allocations = self.allocated = 0
+        self.sizes = {}
+        original = torch.UntypedStorage.resize_
+
+        def resize(storage, nbytes):
+            result = original(storage, nbytes)
+            key = storage._cdata
+            if key in self.sizes:
+                old, self.sizes[key] = self.sizes[key], self.rounded(nbytes)
+                self.add(self.sizes[key] - old)
+            return result
+
+        torch.UntypedStorage.resize_ = resize
+
+    @staticmethod
+    def rounded(nbytes):
+        return (nbytes + 511) // 512 * 512
+
+    def see(self, tensor):
+        if tensor.device.type != DEVICE or hasattr(tensor, "_local_tensor"):
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.sizes:
+            return
+        self.sizes[key] = self.rounded(storage.nbytes())
+        self.add(self.sizes[key])
+        weakref.finalize(storage, self.free, key)
+
+    def add(self, nbytes):
+        self.live += nbytes
+        if nbytes > 0:
+            self.allocations += 1
+            self.allocated += nbytes
+        self.peak = max(self.peak, self.live)
+
+    def free(self, key):
+        self.live -= self.sizes.pop(key, 0)
+
+
+class OpCounter(TorchDispatchMode):
+    """Calls and bytes of every op the engine dispatches on plain tensors."""
+
+    def __init__(self, memory):
+        super().__init__()
+        self.memory = memory
+        self.counting = False
+        self.calls = collections.Counter()
+        self.nbytes = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if any(hasattr(t, "_spec") for t in tensors):  # let wrapper subclasses unwrap first
+            return NotImplemented
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves((result, args)):
+            if isinstance(tensor, torch.Tensor):
+                self.memory.see(tensor)
+        if self.counting:
+            name = str(func).removeprefix("aten.").removesuffix(".default")
+            self.calls[name] += 1
+            written = args[0] if "c10d" in name else kwargs.get("out", result if result is not None else args[0])
+            self.nbytes[name] += sum(
+                t.numel() * t.element_size() for t in tree_leaves(written) if isinstance(t, torch.Tensor)
+            )
+        return result
+
+
+def materialise(module):
+    for submodule in module.modules():
+        for name, param in list(submodule._parameters.items()):
+            if param is not None and param.device.type == "meta":
+                fresh = torch.empty(param.shape, dtype=param.dtype, device=DEVICE)
+                submodule._parameters[name] = torch.nn.Parameter(fresh)
+        for name, buffer in list(submodule._buffers.items()):
+            if buffer is not None:
+                submodule._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=DEVICE)
+
+
+def build(args, mesh):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if args.engine == "fsdp2":
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    else:
+        from ya_fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register("scoreless_attention", scoreless_attention)
+    config = LlamaConfig(
+        **MODELS[args.model],
+        max_position_embeddings=8192,
+        use_cache=False,
+        attn_implementation="scoreless_attention",
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if args.dtype == "bf16"
+        else MixedPrecisionPolicy()
+    )
+    options = {"mesh": mesh, "mp_policy": policy}
+    if args.activation_checkpointing:
+        for i, layer in enumerate(model.model.layers):
+            model.model.layers[i] = checkpoint_wrapper(layer, preserve_rng_state=False)
+    for unit in [model.model.embed_tokens, *model.model.layers]:
+        materialise(unit)
+        fully_shard(unit, reshard_after_forward=True, **options)
+    materialise(model)
+    fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=["fsdp2", "ya_fsdp"], required=True)
+    parser.add_argument("--model", choices=sorted(MODELS), default="8b")
+    parser.add_argument("--world", type=int, default=64)
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument(
+        "--loss",
+        choices=["lean", "full"],
+        default="lean",
+        help="lean: logits of one position, as chunked or fused losses leave (default); full: all logits",
+    )
+    parser.add_argument("--no-activation-checkpointing", dest="activation_checkpointing", action="store_false")
+    args = parser.parse_args()
+
+    start = time.time()
+    stack = contextlib.ExitStack()
+    stack.enter_context(fakegpu.fake_ranks(args.world))
+    mesh = init_device_mesh(DEVICE, (args.world,))
+    memory = LiveBytes()
+    counter = OpCounter(memory)
+    with FakeTensorMode(allow_non_fake_inputs=True), counter:
+        model = build(args, mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        init_peak, memory.peak = memory.peak, 0
+        ids = torch.zeros(args.batch, args.seq, dtype=torch.long, device=DEVICE)
+        for step in range(3):
+            if step == 2:
+                counter.counting = True
+                memory.allocations = memory.allocated = 0
+                memory.peak = memory.live
+            resting = memory.live
+            if args.loss == "full":
+                loss = model(input_ids=ids, labels=ids).loss
+            else:
+                loss = model(input_ids=ids, logits_to_keep=1).logits.float().logsumexp(-1).sum()
+            loss.backward()
+            del loss
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def table(keep):
+        return {
+            name: [count, round(counter.nbytes[name] / GIB, 3)]
+            for name, count in sorted(counter.calls.items())
+            if keep(name)
+        }
+
+    copies = ("copy", "cat", "split_with_sizes")
+    print(
+        json.dumps(
+            {
+                "benchmark": "simulate",
+                "engine": args.engine,
+                "model": args.model,
+                "world": args.world,
+                "dtype": args.dtype,
+                "seq": args.seq,
+                "batch": args.batch,
+                "loss": args.loss,
+                "activation_checkpointing": args.activation_checkpointing,
+                "torch": torch.__version__,
+                "gib": {
+                    "init_peak": round(init_peak / GIB, 3),
+                    "resting": round(resting / GIB, 3),
+                    "step_peak": round(memory.peak / GIB, 3),
+                    "allocated_per_step": round(memory.allocated / GIB, 1),
+                },
+                "allocations_per_step": memory.allocations,
+                "collectives": table(lambda name: "c10d" in name),
+                "copies": table(lambda name: "c10d" not in name and any(word in name for word in copies)),
+                "ops_per_step": sum(counter.calls.values()),
+                "seconds": round(time.time() - start),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
