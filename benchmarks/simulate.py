@@ -11,7 +11,6 @@ cross-stream free. A simulation, not a GPU number; good for comparing engines on
 
 import argparse
 import collections
-import contextlib
 import json
 import logging
 import sys
@@ -203,7 +202,7 @@ def build(args, mesh):
     return model
 
 
-def main():
+def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["fsdp2", "ya_fsdp"], required=True)
     parser.add_argument("--model", choices=sorted(MODELS), default="8b")
@@ -218,14 +217,24 @@ def main():
         help="lean: logits of one position, as chunked or fused losses leave (default); full: all logits",
     )
     parser.add_argument("--no-activation-checkpointing", dest="activation_checkpointing", action="store_false")
-    args = parser.parse_args()
+    return parser.parse_args()
 
-    start = time.time()
-    stack = contextlib.ExitStack()
-    stack.enter_context(fakegpu.fake_ranks(args.world))
+
+def train_step(model, optimizer, ids, loss_kind):
+    if loss_kind == "full":
+        loss = model(input_ids=ids, labels=ids).loss
+    else:
+        loss = model(input_ids=ids, logits_to_keep=1).logits.float().logsumexp(-1).sum()
+    loss.backward()
+    del loss
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def simulate(args, memory, counter):
+    """Builds the model and runs three steps, the last of which is counted. Returns GiB by name."""
     mesh = init_device_mesh(DEVICE, (args.world,))
-    memory = LiveBytes()
-    counter = OpCounter(memory)
     with FakeTensorMode(allow_non_fake_inputs=True), counter:
         model = build(args, mesh)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -237,51 +246,31 @@ def main():
                 memory.allocations = memory.allocated = 0
                 memory.peak = memory.live
             resting = memory.live
-            if args.loss == "full":
-                loss = model(input_ids=ids, labels=ids).loss
-            else:
-                loss = model(input_ids=ids, logits_to_keep=1).logits.float().logsumexp(-1).sum()
-            loss.backward()
-            del loss
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(model, optimizer, ids, args.loss)
+    values = {"init_peak": init_peak, "resting": resting, "step_peak": memory.peak}
+    return {name: round(value / GIB, 3) for name, value in values.items()}
 
-    def table(keep):
-        return {
-            name: [count, round(counter.nbytes[name] / GIB, 3)]
-            for name, count in sorted(counter.calls.items())
-            if keep(name)
-        }
 
+def main():
+    args, start = parse_arguments(), time.time()
+    memory = LiveBytes()
+    counter = OpCounter(memory)
+    with fakegpu.fake_ranks(args.world):
+        gib = simulate(args, memory, counter)
+    rows = {name: [calls, round(counter.nbytes[name] / GIB, 3)] for name, calls in sorted(counter.calls.items())}
     copies = ("copy", "cat", "split_with_sizes")
-    print(
-        json.dumps(
-            {
-                "benchmark": "simulate",
-                "engine": args.engine,
-                "model": args.model,
-                "world": args.world,
-                "dtype": args.dtype,
-                "seq": args.seq,
-                "batch": args.batch,
-                "loss": args.loss,
-                "activation_checkpointing": args.activation_checkpointing,
-                "torch": torch.__version__,
-                "gib": {
-                    "init_peak": round(init_peak / GIB, 3),
-                    "resting": round(resting / GIB, 3),
-                    "step_peak": round(memory.peak / GIB, 3),
-                    "allocated_per_step": round(memory.allocated / GIB, 1),
-                },
-                "allocations_per_step": memory.allocations,
-                "collectives": table(lambda name: "c10d" in name),
-                "copies": table(lambda name: "c10d" not in name and any(word in name for word in copies)),
-                "ops_per_step": sum(counter.calls.values()),
-                "seconds": round(time.time() - start),
-            }
-        )
-    )
+    report = {
+        "benchmark": "simulate",
+        **vars(args),
+        "torch": torch.__version__,
+        "gib": {**gib, "allocated_per_step": round(memory.allocated / GIB, 1)},
+        "allocations_per_step": memory.allocations,
+        "collectives": {name: row for name, row in rows.items() if "c10d" in name},
+        "copies": {n: row for n, row in rows.items() if "c10d" not in n and any(word in n for word in copies)},
+        "ops_per_step": sum(counter.calls.values()),
+        "seconds": round(time.time() - start),
+    }
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

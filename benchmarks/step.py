@@ -19,8 +19,10 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
 
 WORLD = 2
+VOCABULARY = 4096
 
 
 def wrap(engine, model, mesh, dtype):
@@ -41,17 +43,15 @@ def wrap(engine, model, mesh, dtype):
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def worker(rank, args, port):
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    from torch.distributed.device_mesh import init_device_mesh
+PHASES = ["forward", "backward", "optimizer"]
+
+
+def build(args, mesh):
+    """A Llama of about 9 million parameters and its optimizer, once per engine, from the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    mesh = init_device_mesh("cpu", (WORLD,))
     config = LlamaConfig(
-        vocab_size=4096,
+        vocab_size=VOCABULARY,
         hidden_size=256,
         intermediate_size=768,
         num_hidden_layers=8,
@@ -67,55 +67,56 @@ def worker(rank, args, port):
         torch.manual_seed(0)
         model = wrap(name, LlamaForCausalLM(config), mesh, args.dtype)
         engines[name] = (model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+    return engines
+
+
+def timed_step(model, optimizer, tokens):
+    """One step; returns the loss and the times at which its phases began and ended."""
+    dist.barrier()
+    marks = [time.perf_counter()]
+    loss = model(input_ids=tokens, labels=tokens).loss
+    marks.append(time.perf_counter())
+    loss.backward()
+    marks.append(time.perf_counter())
+    optimizer.step()
+    optimizer.zero_grad()
+    marks.append(time.perf_counter())
+    return loss.detach().float(), marks
+
+
+def summary(seconds, losses):
+    """Medians in milliseconds without the first two rounds, and the first and last losses."""
+    columns = [*zip(*seconds[2:], strict=True)]
+    medians = {phase: statistics.median(column) for phase, column in zip(PHASES, columns, strict=True)}
+    medians["step"] = statistics.median(map(sum, seconds[2:]))
+    return {
+        "ms": {phase: round(value * 1e3, 1) for phase, value in medians.items()},
+        "losses": [round(value, 6) for value in losses[:2] + losses[-1:]],
+    }
+
+
+def worker(rank, args, port):
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    engines = build(args, init_device_mesh("cpu", (WORLD,)))
     generator = torch.Generator().manual_seed(1234)
-    batches = [torch.randint(0, config.vocab_size, (2 * WORLD, 128), generator=generator) for _ in range(4)]
-    times, losses = {name: [] for name in engines}, {name: [] for name in engines}
+    batches = [torch.randint(0, VOCABULARY, (2 * WORLD, 128), generator=generator) for _ in range(4)]
+    seconds, losses = {name: [] for name in engines}, {name: [] for name in engines}
     for i in range(args.rounds):
-        mine = batches[i % 4][rank * 2 : (rank + 1) * 2]
         for name in list(engines) if i % 2 == 0 else list(engines)[::-1]:
-            model, optimizer = engines[name]
-            dist.barrier()
-            marks = [time.perf_counter()]
-            loss = model(input_ids=mine, labels=mine).loss
-            marks.append(time.perf_counter())
-            loss.backward()
-            marks.append(time.perf_counter())
-            optimizer.step()
-            optimizer.zero_grad()
-            marks.append(time.perf_counter())
-            times[name].append([b - a for a, b in pairwise(marks)] + [marks[-1] - marks[0]])
-            total = loss.detach().float()
-            dist.all_reduce(total)
-            losses[name].append(total.item() / WORLD)
+            loss, marks = timed_step(*engines[name], batches[i % 4][rank * 2 : (rank + 1) * 2])
+            seconds[name].append([end - start for start, end in pairwise(marks)])
+            dist.all_reduce(loss)
+            losses[name].append(loss.item() / WORLD)
     if rank == 0:
-        report = {
-            name: {
-                "ms": dict(
-                    zip(
-                        ["forward", "backward", "optimizer", "step"],
-                        [round(statistics.median(c) * 1e3, 1) for c in zip(*times[name][2:], strict=False)],
-                        strict=False,
-                    )
-                ),
-                "losses": [round(v, 6) for v in losses[name][:2] + losses[name][-1:]],
-            }
-            for name in engines
-        }
-        if "fsdp2" in report and "ya_fsdp" in report:
-            report["step ratio ya_fsdp/fsdp2"] = round(
-                report["ya_fsdp"]["ms"]["step"] / report["fsdp2"]["ms"]["step"], 3
-            )
-        print(
-            json.dumps(
-                {
-                    "benchmark": "step",
-                    "dtype": args.dtype,
-                    "rounds": args.rounds - 2,
-                    "torch": torch.__version__,
-                    **report,
-                }
-            )
-        )
+        report = {name: summary(seconds[name], losses[name]) for name in engines}
+        if {"fsdp2", "ya_fsdp"} <= report.keys():
+            ratio = report["ya_fsdp"]["ms"]["step"] / report["fsdp2"]["ms"]["step"]
+            report["step ratio ya_fsdp/fsdp2"] = round(ratio, 3)
+        head = {"benchmark": "step", "dtype": args.dtype, "rounds": args.rounds - 2, "torch": torch.__version__}
+        print(json.dumps({**head, **report}))
     dist.barrier()
     dist.destroy_process_group()
 
