@@ -94,12 +94,20 @@ class Unit(Protocol):
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Behind the forward; returns the output to use."""
 
+    def _part_forward(self, output: Any) -> None:
+        """Behind the forward of one of several modules, while others are still to run."""
+
+    def _is_outermost(self) -> bool:
+        """Whether no forward of a unit around this one is under way."""
+
     def _forward_failed(self) -> None:
         """The forward raised."""
 
 
 class UnitHooks:
     """Forward hooks of one unit: entered with the first of its modules to run, left when all of them have run.
+
+    Modules that are called by themselves, outside of a forward that would come to the others, are left at once.
 
     Args:
         modules: The unit's modules; they own this object.
@@ -115,9 +123,15 @@ class UnitHooks:
             module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
             module.register_forward_hook(partial(self._leave, index), prepend=False, always_call=True)
 
-    def reset(self) -> None:
-        """Forgets a forward that did not run all modules, so that the next one enters the unit anew."""
+    def reset(self) -> bool:
+        """Forgets a forward that did not run all modules, so that the next one enters the unit anew.
+
+        Returns:
+            Whether there was one.
+        """
+        was_entered = bool(self._waiting)
         self._waiting.clear()
+        return was_entered
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._num_modules > 1:
@@ -131,6 +145,7 @@ class UnitHooks:
             return self._unit._forward_failed()
         if self._num_modules > 1:
             self._waiting.discard(index)
-            if self._waiting:
-                return None
+            if self._waiting and not self._unit._is_outermost():
+                return self._unit._part_forward(output)
+            self._waiting.clear()
         return self._unit._post_forward(module, args, output)

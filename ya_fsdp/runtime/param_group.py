@@ -188,7 +188,7 @@ class YaFSDPParamGroup:
         is_idle = self.sharded_state is ShardedState.GATHERING or (
             self.phase.training_state is TrainingState.PRE_BACKWARD and not self.open_forwards
         )
-        if self.is_kept or is_idle:
+        if (self.is_kept and not self.phase.is_borrowed) or is_idle:
             self.reshard()
         return self.sharded_state is ShardedState.SHARDED
 

@@ -41,6 +41,8 @@ class UnitPhase:
     """Where a unit is in its step; written by the unit and its own buckets only."""
 
     training_state: TrainingState = TrainingState.IDLE
+    is_borrowed: bool = False
+    """The last forward left modules out, so somebody may have read their weights: a graph without a hook of ours."""
     _graphs: list[weakref.ref[ForwardGraph]] = field(default_factory=list)
 
     def open_graph(self) -> ForwardGraph:

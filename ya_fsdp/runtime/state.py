@@ -139,12 +139,11 @@ class YaFSDPState(_State):
         self._reset_hooks()
         for group in self.groups:
             group.drop_kept(from_forward=self._kept_from_forward)
-        self._kept_from_forward = False
+        self._kept_from_forward = self.phase.is_borrowed = False
 
-    def _reset_hooks(self) -> None:
+    def _reset_hooks(self) -> bool:
         hooks = self._hooks()
-        if hooks is not None:
-            hooks.reset()
+        return hooks is not None and hooks.reset()
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
@@ -199,30 +198,54 @@ class YaFSDPState(_State):
             output = cast_floating(output, self.policy.output_dtype)
         if self.phase.training_state is TrainingState.PRE_BACKWARD:
             return output
+        self._end_forward()
+        self._watch_forward(output)
+        if self.context.iter_forward_root is self:
+            self._end_root_forward()
+        return output
+
+    def _part_forward(self, output: Any) -> None:
+        if self.phase.training_state is not TrainingState.PRE_BACKWARD:
+            self._watch_forward(output)
+
+    def _is_outermost(self) -> bool:
+        return self.context.iter_forward_root is self
+
+    def _watch_forward(self, output: Any) -> None:
+        if torch.is_grad_enabled():
+            watch_outputs(output, partial(self._pre_backward, self.phase.open_graph()))
+
+    def _end_forward(self) -> None:
         context = self.context
         in_autograd = torch._C._current_graph_task_id() != -1
-        if in_autograd or (context.grad_enabled and not self.settings.reshard_after_forward):
+        is_kept = not self.settings.reshard_after_forward or self.phase.is_borrowed
+        if in_autograd or (context.grad_enabled and is_kept):
             # Recomputed for a backward that follows at once, or asked to be kept.
             self._kept_from_forward = True
             for group in self.groups:
                 group.keep()
         else:
             self.reshard()
-        if torch.is_grad_enabled():
-            watch_outputs(output, partial(self._pre_backward, self.phase.open_graph()))
         self.phase.training_state = TrainingState.IDLE
         if not in_autograd and context.grad_enabled:
             context.comm.post_forward_order.record(self)
-        if context.iter_forward_root is self:
-            self._end_root_forward()
-        return output
 
     def _end_root_forward(self) -> None:
         context = self.context
         context.iter_forward_root = None
         context.comm.forward_order.end()
         for state in context.all_states:
+            state.end_part_forward()
             state.reshard_unused()
+
+    def end_part_forward(self) -> None:
+        """Ends a forward that left out modules of the unit; a loss may read a head's weight and never call the head.
+
+        What it computed with the weight may lie in the graph, where no hook gathers for it, so the weight stays.
+        """
+        if self._reset_hooks() and self.phase.training_state is TrainingState.FORWARD:
+            self.phase.is_borrowed = True
+            self._end_forward()
 
     def reshard_unused(self) -> None:
         """Gives back what was gathered ahead and not used."""
@@ -241,7 +264,7 @@ class YaFSDPState(_State):
         if self.phase.training_state is TrainingState.PRE_BACKWARD and self.is_unsharded():
             return grad
         self.phase.training_state = TrainingState.PRE_BACKWARD
-        self._kept_from_forward = False
+        self._kept_from_forward = self.phase.is_borrowed = False
         if self.settings.unshard_in_backward:
             for group in self.groups:
                 group.gather()
@@ -364,7 +387,7 @@ class YaFSDPState(_State):
     def reset(self) -> None:
         """Returns to rest after an exception."""
         self._reset_hooks()
-        self._kept_from_forward = False
+        self._kept_from_forward = self.phase.is_borrowed = False
         self.phase.training_state = TrainingState.IDLE
         for group in self.groups:
             group.reset()

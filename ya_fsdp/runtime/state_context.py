@@ -30,6 +30,9 @@ class UnitState(Protocol):
     def reshard(self) -> None:
         """Shows sharded parameters and gives the buffers back."""
 
+    def end_part_forward(self) -> None:
+        """Ends a forward that left out modules of the unit."""
+
     def reshard_unused(self) -> None:
         """Gives back what was gathered ahead and not used."""
 
