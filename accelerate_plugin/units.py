@@ -221,7 +221,20 @@ def _join_shared(model: nn.Module, units: list[Unit]) -> list[Unit]:
         _extend(joined.setdefault(root(index), Unit(unit.kind)), zip(unit.names, unit.modules, strict=True), unit.kind)
     for index, holders in drawn_in.items():
         _extend(joined[root(index)], holders, "tied")
-    return list(joined.values())
+    return _inner_first([unit for unit in joined.values() if model not in unit.modules])
+
+
+def _inner_first(units: list[Unit]) -> list[Unit]:
+    """Leaves out modules that lie in another one of their unit, and puts units that lie in another unit before it."""
+    inside: dict[int, set[nn.Module]] = {}
+    for unit in units:
+        members = list(zip(unit.names, unit.modules, strict=True))
+        below = {module for outer in unit.modules for module in outer.modules() if module is not outer}
+        unit.names = [name for name, module in members if module not in below]
+        unit.modules = [module for _, module in members if module not in below]
+        inside[id(unit)] = below
+    depth = {id(unit): sum(other.modules[0] in inside[id(unit)] for other in units) for unit in units}
+    return sorted(units, key=lambda unit: depth[id(unit)])
 
 
 def _extend(unit: Unit, members: Iterable[tuple[str, nn.Module]], kind: str) -> None:

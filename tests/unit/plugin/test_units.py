@@ -102,6 +102,54 @@ def test_a_parameter_shared_with_a_module_outside_draws_that_module_in() -> None
     assert labels(Shared()) == ["layers.0 + outside", "layers.1"]
 
 
+def test_a_module_drawn_in_takes_the_place_of_what_lies_in_it() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = nn.Linear(4, 4)
+            self.bias = self.decoder.bias  # registered a second time, one level up
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.head = Head()
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.head.decoder
+
+    assert labels(Masked()) == ["head", "layers.0", "layers.1"]
+
+
+def test_what_shares_a_parameter_with_the_whole_model_is_left_to_the_root() -> None:
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.weight = self.layers[0].weight
+
+    assert labels(Direct()) == ["layers.1"]
+
+
+def test_a_unit_inside_another_one_comes_first() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.embed = nn.Embedding(3, 4)
+            self.weight = self.embed.weight
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Outer()
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.inner.embed
+
+    assert labels(Whole()) == ["inner.layers.0", "inner.layers.1", "inner"]
+
+
 def test_peft_models_are_split_like_their_base() -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(
