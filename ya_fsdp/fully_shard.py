@@ -344,11 +344,8 @@ def _check_options(reshard: bool | int | None, offload: OffloadPolicy, policy: M
         )
     if type(offload) is not OffloadPolicy:
         raise ValueError(f"offload_policy={offload!r}: this version keeps shards on the device that computes")
-    if policy.bit32_acc_for_bit16_reduce_scatter or policy.all_gather_dtype_to_param_cls:
-        raise ValueError(
-            "bit32_acc_for_bit16_reduce_scatter and all_gather_dtype_to_param_cls are not supported in this version; "
-            "reduce_dtype=torch.float32 reduces in 32 bits"
-        )
+    if policy.all_gather_dtype_to_param_cls:
+        raise ValueError("all_gather_dtype_to_param_cls is not supported in this version; leave it out")
 
 
 def _managed_modules(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

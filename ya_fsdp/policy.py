@@ -59,16 +59,20 @@ class ResolvedDtypes:
         master: The sharded parameter, its gradient and optimizer state.
         compute: The unsharded parameter; also what travels in the all-gather.
         reduce: What travels in the reduce-scatter.
+        accumulate: What gradients are added up in, between ranks and over micro-batches.
     """
 
     master: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
+    accumulate: torch.dtype
 
     @classmethod
     def resolve(cls, master: torch.dtype, policy: MixedPrecisionPolicy) -> "ResolvedDtypes":
         """Applies a policy to a parameter's own dtype; only floating-point parameters are ever cast."""
         if not master.is_floating_point:
-            return cls(master, master, master)
+            return cls(master, master, master, master)
         compute = policy.param_dtype or master
-        return cls(master, compute, policy.reduce_dtype or compute)
+        reduce = policy.reduce_dtype or compute
+        widens = policy.bit32_acc_for_bit16_reduce_scatter and reduce.itemsize == 2
+        return cls(master, compute, reduce, torch.float32 if widens else reduce)

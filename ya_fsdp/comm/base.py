@@ -39,7 +39,8 @@ class Collectives(Protocol):
     ) -> Pending | None:
         """Reduces ``staging`` over ranks and leaves this rank's piece in ``output``. ``staging`` may be overwritten.
 
-        Only the operator of ``reduction`` is applied here; its scale factors are the caller's.
+        Only the operator of ``reduction`` is applied here; its scale factors are the caller's. If ``output`` has
+        another dtype than ``staging``, what travels has the dtype of ``staging`` and is added up in that of ``output``.
 
         Shapes:
             output: ``[n]``, staging: ``[world_size * n]``.

@@ -1,5 +1,6 @@
 """The default backend: ``torch.distributed`` (NCCL on GPUs, gloo on CPU)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,19 @@ from ya_fsdp.comm.base import Pending
 from ya_fsdp.comm.reduction import Reduction
 
 __all__ = ["ProcessGroupCollectives"]
+
+
+class _Then:
+    """A collective with something to do when it has finished."""
+
+    def __init__(self, work: Pending, then: Callable[[], None]) -> None:
+        self._work = work
+        self._then = then
+
+    def wait(self) -> None:
+        """See :class:`ya_fsdp.comm.Pending`."""
+        self._work.wait()
+        self._then()
 
 
 class ProcessGroupCollectives:
@@ -39,8 +53,30 @@ class ProcessGroupCollectives:
         if self.world_size == 1:
             _copy(output, staging)
             return None
+        if output.dtype != staging.dtype:
+            return self._add_up_wider(output, staging, reduction, async_op=async_op)
         work: Any = reduce_scatter(output, staging, op=reduction.op, group=self.group, async_op=async_op)
         return work  # type: ignore[no-any-return]
+
+    def _add_up_wider(
+        self, output: torch.Tensor, staging: torch.Tensor, reduction: Reduction, *, async_op: bool
+    ) -> Pending | None:
+        """Sends each rank its piece of everybody's gradients and adds them up there, in the dtype of ``output``.
+
+        The bytes that travel are those of a reduce-scatter in the narrow dtype; only the sum is exact to 32 bits.
+        """
+        received = torch.empty_like(staging)
+        work: Any = dist.all_to_all_single(received, staging, group=self.group, async_op=async_op)
+
+        def add_up() -> None:
+            torch.sum(received.view(self.world_size, -1), dim=0, dtype=output.dtype, out=output)
+            if reduction.op == dist.ReduceOp.AVG:
+                output.div_(self.world_size)
+
+        if async_op:
+            return _Then(work, add_up)
+        add_up()
+        return None
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, *, async_op: bool) -> Pending | None:
         """See :meth:`ya_fsdp.comm.Collectives.all_reduce`."""

@@ -54,16 +54,16 @@ class GradientReducer:
         """Takes the gradients of the unsharded parameters and reduces them, or adds them up until they are wanted."""
         grads = self._take()
         if not self._settings.requires_gradient_sync:
-            self._accumulate(grads, dtypes.reduce, device)
+            self._accumulate(grads, dtypes.accumulate, device)
             return
         if self._accumulated is not None:
-            self._accumulate(grads, dtypes.reduce, device)
+            self._accumulate(grads, dtypes.accumulate, device)
         self.has_reduced = True
         comm.finish_reduction()
-        output = torch.empty(self._layout.shard_numel, dtype=dtypes.reduce, device=device)
-        result = output if dtypes.reduce == dtypes.master else torch.empty_like(output, dtype=dtypes.master)
+        output = torch.empty(self._layout.shard_numel, dtype=dtypes.accumulate, device=device)
+        result = output if dtypes.accumulate == dtypes.master else torch.empty_like(output, dtype=dtypes.master)
         reduction = self._plan(dtypes.reduce)
-        flights = self._start(comm, grads, output, reduction)
+        flights = self._start(comm, grads, output, reduction, dtypes.reduce)
         self._finish(comm, flights, output, result, reduction)
 
     def has_gradients(self) -> bool:
@@ -127,18 +127,19 @@ class GradientReducer:
         grads: list[torch.Tensor | None],
         output: torch.Tensor,
         reduction: Reduction,
+        dtype: torch.dtype,
     ) -> list[InFlight]:
         accumulated, self._accumulated = self._accumulated, None
         if accumulated is not None:
             if reduction.pre_scale != 1.0:
                 accumulated.mul_(reduction.pre_scale)
-            return [comm.reduce_scatter(self._mesh.shard, output, accumulated, reduction)]
+            return [comm.reduce_scatter(self._mesh.shard, output, accumulated.to(dtype), reduction)]
         flights: list[InFlight] = []
-        stager = self._stager(output.dtype)
+        stager = self._stager(dtype)
         for index, chunk in enumerate(stager.chunks):
             if index > 1:
                 flights[index - 2].wait()  # two staging tensors at a time
-            staging = torch.empty(self._layout.world_size * chunk.width, dtype=output.dtype, device=output.device)
+            staging = torch.empty(self._layout.world_size * chunk.width, dtype=dtype, device=output.device)
             stager.fill(staging, index, grads)
             if reduction.pre_scale != 1.0:
                 staging.mul_(reduction.pre_scale)

@@ -21,13 +21,20 @@ def test_defaults_follow_the_parameter_then_the_compute_dtype(
 ) -> None:
     found = ResolvedDtypes.resolve(master, MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce))
     compute = master if param is None else param
-    assert found == ResolvedDtypes(master, compute, compute if reduce is None else reduce)
+    sent = compute if reduce is None else reduce
+    assert found == ResolvedDtypes(master, compute, sent, sent)
 
 
 @pytest.mark.parametrize("master", [torch.int64, torch.uint8, torch.bool, torch.int8])
 def test_integer_parameters_are_never_cast(master: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    assert ResolvedDtypes.resolve(master, policy) == ResolvedDtypes(master, master, master)
+    assert ResolvedDtypes.resolve(master, policy) == ResolvedDtypes(master, master, master, master)
+
+
+@pytest.mark.parametrize(("reduce", "sum_in"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_16_bit_gradients_are_added_up_in_32_bits_on_request(reduce: torch.dtype, sum_in: torch.dtype) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce, bit32_acc_for_bit16_reduce_scatter=True)
+    assert ResolvedDtypes.resolve(torch.float32, policy).accumulate == sum_in
 
 
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype"])
