@@ -189,6 +189,9 @@ def _check_launch(args: argparse.Namespace, config: Any) -> None:
         raise SettingsError(f"distributed_type: {kind} and {_SWITCH} ask for two engines; set distributed_type: FSDP")
     if args.use_parallelism_config or getattr(config, "parallelism_config", None):
         raise SettingsError("parallelism_config is not supported together with ya-fsdp; remove it")
+    count = args.num_processes if args.num_processes is not None else getattr(config, "num_processes", None)
+    if count is not None and int(count) < 1:
+        raise SettingsError(f"num_processes: {count} is not a number of processes; give hosts times devices per host")
     script = args.training_script
     if not args.module and not args.no_python and not os.path.isfile(script):
         raise SettingsError(f"the training script {script!r} does not exist (looked in {os.getcwd()})")
