@@ -92,8 +92,8 @@ _SIZES: dict[str, object] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_GPT2 = {
+_NO_DROPOUT: dict[str, object] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_GPT2: dict[str, object] = {
     "vocab_size": VOCABULARY,
     "n_embd": 36,
     "n_layer": 2,
@@ -106,7 +106,7 @@ _GPT2 = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-_T5 = {
+_T5: dict[str, object] = {
     "vocab_size": VOCABULARY,
     "d_model": 40,
     "d_kv": 10,
@@ -117,7 +117,7 @@ _T5 = {
     "decoder_start_token_id": 0,
     "use_cache": False,
 }
-_VIT = {
+_VIT: dict[str, object] = {
     **_NO_DROPOUT,
     "hidden_size": 40,
     "intermediate_size": 68,
@@ -127,14 +127,19 @@ _VIT = {
     "patch_size": 4,
     "num_labels": 5,
 }
-_OPT = {
+_OPT: dict[str, object] = {
     **{key: value for key, value in _SIZES.items() if key not in ("intermediate_size", "num_key_value_heads")},
     "ffn_dim": 68,
     "word_embed_proj_dim": 40,
     "dropout": 0.0,
 }
-_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 28, "decoder_sparse_step": 1}
-_HEAD_DIM = {"head_dim": 12}
+_MOE: dict[str, object] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 28,
+    "decoder_sparse_step": 1,
+}
+_HEAD_DIM: dict[str, object] = {"head_dim": 12}
 
 FAMILIES: dict[str, Family] = {
     # embedding, blocks, norm with head
