@@ -1,6 +1,7 @@
 """``python -m accelerate_plugin launch ...``: ``accelerate launch`` with the hooks, start-up files or not.
 
 ``python -m accelerate_plugin run SCRIPT ...`` (or ``run -m MODULE ...``) runs a script in this process with the hooks.
+``python -m accelerate_plugin merge CHECKPOINT OUT`` writes a sharded checkpoint as an ordinary model.
 """
 
 import os
@@ -10,7 +11,8 @@ import sys
 from accelerate_plugin import install
 
 _USAGE = """usage: python -m accelerate_plugin launch [arguments of accelerate launch]
-       python -m accelerate_plugin run SCRIPT [arguments]"""
+       python -m accelerate_plugin run SCRIPT [arguments]
+       python -m accelerate_plugin merge CHECKPOINT OUT [--max-shard-size SIZE]"""
 
 
 def _launch(arguments: list[str]) -> None:
@@ -34,9 +36,15 @@ def _run(arguments: list[str]) -> None:
     runpy.run_path(arguments[0], run_name="__main__")
 
 
+def _merge(arguments: list[str]) -> None:
+    from accelerate_plugin import merge
+
+    merge.main(arguments)
+
+
 def main() -> None:
     """Entry point of the module."""
-    commands = {"launch": _launch, "run": _run}
+    commands = {"launch": _launch, "run": _run, "merge": _merge}
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         sys.exit(_USAGE)
     install()

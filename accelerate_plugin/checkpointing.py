@@ -1,17 +1,14 @@
-"""Saving and loading: full files in plain formats, written by rank 0.
+"""Replacements of what accelerate and transformers call to save and load a model or an optimizer.
 
 ``get_state_dict`` gives what ``save_pretrained`` and ``save_model`` write: whole tensors under the names of the
-unsharded model. A training checkpoint is two files with the names that accelerate gives them, so that its own
-bookkeeping finds them: the model's tensors, and the optimizer's state by parameter name, which any number of processes
-can load.
+unsharded model. The parts of a training checkpoint are written and read by :mod:`accelerate_plugin.saving.forms`.
 """
 
 import functools
-import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
@@ -19,6 +16,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 import ya_fsdp
 from accelerate_plugin.optimizers import inner_optimizer
 from accelerate_plugin.prepare import is_managed
+from accelerate_plugin.saving import forms
+from accelerate_plugin.saving.folder import check_complete
+from accelerate_plugin.saving.ranks import on_rank_zero
 from accelerate_plugin.startup import requested
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
 ]
 
 Function = Callable[..., Any]
-_MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 
 
 def wrap_get_state_dict(original: Function) -> Function:
@@ -65,33 +64,12 @@ def wrap_save_pretrained(original: Function) -> Function:
     return save_pretrained
 
 
-def _file(folder: str | os.PathLike[str], stem: str, index: int) -> str:
-    return os.path.join(os.fspath(folder), f"{stem}.bin" if index == 0 else f"{stem}_{index}.bin")
-
-
-def _write(value: Any, path: str) -> None:
-    """Writes beside the target and renames, so that a failed save never leaves half a file under the real name."""
-    unfinished = f"{path}.unfinished"
-    torch.save(value, unfinished)
-    os.replace(unfinished, path)
-
-
-def _on_rank_zero(action: Callable[[], Any], what: str) -> Any:
-    """Runs an action on rank 0 and lets every rank fail if it failed there, instead of waiting for it for ever."""
-    result, problem = None, [None]
-    if dist.get_rank() == 0:
-        try:
-            result = action()
-        except Exception as error:
-            problem = [f"{type(error).__name__}: {error}"]  # type: ignore[list-item]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise RuntimeError(f"rank {dist.get_rank()}: {what} failed on rank 0: {problem[0]}")
-    return result
+def _check_complete(folder: str) -> None:
+    on_rank_zero(lambda: check_complete(Path(folder)), f"loading {folder}")
 
 
 def wrap_save_fsdp_model(original: Function) -> Function:
-    """Writes the model's full tensors. A collective."""
+    """Writes the model in the form that the run has chosen. A collective."""
 
     @functools.wraps(original)
     def save_fsdp_model(
@@ -100,26 +78,20 @@ def wrap_save_fsdp_model(original: Function) -> Function:
         model: nn.Module,
         output_dir: str,
         model_index: int = 0,
+        adapter_only: bool = False,
         *args: Any,
         **kwargs: Any,
     ) -> None:
         if not (requested() and is_managed(model)):
-            original(fsdp_plugin, accelerator, model, output_dir, model_index, *args, **kwargs)
+            original(fsdp_plugin, accelerator, model, output_dir, model_index, adapter_only, *args, **kwargs)
             return
-        state = ya_fsdp.get_full_state_dict(model, rank0_only=True, cpu_offload=True)
-        path = _file(output_dir, _MODEL, model_index)
-
-        def write() -> None:
-            os.makedirs(output_dir, exist_ok=True)
-            _write(state, path)
-
-        _on_rank_zero(write, f"writing {path}")
+        forms.write_model(forms.form_of(fsdp_plugin), model, output_dir, model_index, adapter_only=adapter_only)
 
     return save_fsdp_model
 
 
 def wrap_load_fsdp_model(original: Function) -> Function:
-    """Reads the model's full tensors on rank 0 and hands each rank its shards. A collective."""
+    """Reads the model in the form that the checkpoint has. A collective."""
 
     @functools.wraps(original)
     def load_fsdp_model(
@@ -128,14 +100,15 @@ def wrap_load_fsdp_model(original: Function) -> Function:
         model: nn.Module,
         input_dir: str,
         model_index: int = 0,
+        adapter_only: bool = False,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         if not (requested() and is_managed(model)):
-            return original(fsdp_plugin, accelerator, model, input_dir, model_index, *args, **kwargs)
-        path = _file(input_dir, _MODEL, model_index)
-        state = _on_rank_zero(lambda: torch.load(path, map_location="cpu", weights_only=True), f"reading {path}")
-        missing, unexpected = ya_fsdp.load_full_state_dict(model, state or {}, broadcast_from_rank0=True, strict=True)
+            return original(fsdp_plugin, accelerator, model, input_dir, model_index, adapter_only, *args, **kwargs)
+        _check_complete(input_dir)
+        form = forms.form_of(fsdp_plugin)
+        missing, unexpected = forms.read_model(form, model, input_dir, model_index, adapter_only=adapter_only)
         return _IncompatibleKeys(missing, unexpected)
 
     return load_fsdp_model
@@ -158,20 +131,14 @@ def wrap_save_fsdp_optimizer(original: Function) -> Function:
         if not (requested() and is_managed(model)):
             original(fsdp_plugin, accelerator, optimizer, model, output_dir, optimizer_index, *args, **kwargs)
             return
-        state = ya_fsdp.get_full_optimizer_state_dict(model, inner_optimizer(optimizer))
-        path = _file(output_dir, _OPTIMIZER, optimizer_index)
-
-        def write() -> None:
-            os.makedirs(output_dir, exist_ok=True)
-            _write(state, path)
-
-        _on_rank_zero(write, f"writing {path}")
+        form = forms.form_of(fsdp_plugin)
+        forms.write_optimizer(form, model, inner_optimizer(optimizer), output_dir, optimizer_index)
 
     return save_fsdp_optimizer
 
 
 def wrap_load_fsdp_optimizer(original: Function) -> Function:
-    """Reads the optimizer's state on rank 0 and hands each rank its shards. A collective."""
+    """Reads the optimizer's state. A collective."""
 
     @functools.wraps(original)
     def load_fsdp_optimizer(
@@ -187,9 +154,7 @@ def wrap_load_fsdp_optimizer(original: Function) -> Function:
         if not (requested() and is_managed(model)):
             original(fsdp_plugin, accelerator, optimizer, model, input_dir, optimizer_index, *args, **kwargs)
             return
-        path = _file(input_dir, _OPTIMIZER, optimizer_index)
-        state = _on_rank_zero(lambda: torch.load(path, map_location="cpu", weights_only=True), f"reading {path}")
-        inner = inner_optimizer(optimizer)
-        ya_fsdp.load_full_optimizer_state_dict(model, inner, state or {}, broadcast_from_rank0=True)
+        form = forms.form_of(fsdp_plugin)
+        forms.read_optimizer(form, model, inner_optimizer(optimizer), input_dir, optimizer_index)
 
     return load_fsdp_optimizer

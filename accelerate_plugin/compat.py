@@ -58,6 +58,18 @@ _CHECKPOINT_USERS = (
     "transformers.trainer",
 )
 
+_LOST = "an error on one rank would leave the others waiting"
+_TRAINER = (
+    ("_save_checkpoint", "save_checkpoint", "an interrupted save must not damage an older one"),
+    ("save_model", "save_model", "gathers the base of adapters, and writes nothing but under FULL_STATE_DICT"),
+    ("_save_optimizer_and_scheduler", "save_part", _LOST),
+    ("_save_scaler", "save_part", _LOST),
+    ("_save_rng_state", "save_part", _LOST),
+    ("_push_from_checkpoint", "push_from_checkpoint", "would upload a checkpoint that has not got its name yet"),
+    ("create_accelerator_and_postprocess", "postprocess", "impossible settings would show at the first save"),
+    ("train", "train", "half a checkpoint must not be loaded"),
+)
+
 REPLACEMENTS = (
     Replacement(
         _LAUNCH, "launch_command_parser", "launch:wrap_parser", "a flag that the parser does not know ends in exit 2"
@@ -126,6 +138,32 @@ REPLACEMENTS = (
         for name in _CHECKPOINTS
     ),
     Replacement(
+        "accelerate.accelerator",
+        "Accelerator.save_state",
+        "saving.state:wrap_save_state",
+        "an interrupted save must not damage an older one",
+    ),
+    Replacement(
+        "accelerate.accelerator",
+        "Accelerator.load_state",
+        "saving.state:wrap_load_state",
+        "half a checkpoint must not be loaded",
+    ),
+    *(
+        Replacement("transformers.trainer", f"Trainer.{name}", f"saving.trainer:wrap_{function}", why)
+        for name, function, why in _TRAINER
+    ),
+    *(
+        Replacement(module, "get_last_checkpoint", "saving.trainer:wrap_get_last_checkpoint", "takes half checkpoints")
+        for module in ("transformers.trainer_utils", "transformers.trainer")
+    ),
+    Replacement(
+        "transformers.trainer_callback",
+        "TrainerState.save_to_json",
+        "saving.trainer:wrap_save_to_json",
+        "would name the best checkpoint by the folder it is written in",
+    ),
+    Replacement(
         "transformers.modeling_utils",
         "PreTrainedModel.save_pretrained",
         "checkpointing:wrap_save_pretrained",
@@ -142,6 +180,12 @@ REPLACEMENTS = (
         "is_torch_bf16_gpu_available",
         "hooks:wrap_bf16_available",
         "bf16 is refused on a CPU unless the script asks for CPU",
+    ),
+    Replacement(
+        "trl.models.utils",
+        "prepare_fsdp",
+        "reference:wrap_prepare_fsdp",
+        "shards a reference model with torch's engine, gathered as a whole",
     ),
 )
 

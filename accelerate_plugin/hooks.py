@@ -14,6 +14,7 @@ from accelerate_plugin.keys import KEYS, SettingsError, parse_bool, parse_key, u
 from accelerate_plugin.startup import ENABLED, is_launcher, requested
 
 __all__ = [
+    "unless_asked",
     "wrap_accelerator",
     "wrap_accelerator_state",
     "wrap_bf16_available",
@@ -29,7 +30,7 @@ __all__ = [
 Function = Callable[..., Any]
 
 
-def _unless_asked(original: Function) -> Callable[[Function], Function]:
+def unless_asked(original: Function) -> Callable[[Function], Function]:
     """Builds a replacement that calls ``original`` where the engine was not asked for."""
 
     def decorate(ours: Function) -> Function:
@@ -47,7 +48,7 @@ def _unless_asked(original: Function) -> Callable[[Function], Function]:
 def wrap_partial_state(original: Function) -> Function:
     """Gives every process its rank and world size on a machine without a GPU too."""
 
-    @_unless_asked(original)
+    @unless_asked(original)
     def init(self: Any, cpu: bool = False, **kwargs: Any) -> None:
         if not type(self)._shared_state:
             parse_bool(KEYS["fsdp_ya_fsdp_enabled"].name, os.environ[ENABLED])
@@ -89,7 +90,7 @@ def _leave_group_at_exit() -> None:
 def wrap_plugin_post_init(original: Function) -> Function:
     """Leaves a script's own plugin as the script filled it; it is read when the Accelerator is built."""
 
-    @_unless_asked(original)
+    @unless_asked(original)
     def post_init(self: Any) -> None:
         if self.cpu_ram_efficient_loading is not None:
             # transformers reads the variable while it loads weights
@@ -102,7 +103,7 @@ def wrap_accelerator(original: Function) -> Function:
     """Builds the plugin from all sources, and makes sure that the state took it."""
     parameters = signature(original)
 
-    @_unless_asked(original)
+    @unless_asked(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         from accelerate.utils import DistributedType
 
@@ -148,7 +149,7 @@ def _refuse_other_engines(arguments: dict[str, Any]) -> None:
 def wrap_accelerator_state(original: Function) -> Function:
     """Selects FSDP with our plugin, which accelerate does with a GPU only."""
 
-    @_unless_asked(original)
+    @unless_asked(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         from accelerate.state import PartialState
         from accelerate.utils import DistributedType
@@ -172,7 +173,7 @@ def wrap_accelerator_state(original: Function) -> Function:
 def wrap_prepare(original: Function) -> Function:
     """Shards models and binds optimizers, given together or one by one; prepares everything else as accelerate does."""
 
-    @_unless_asked(original)
+    @unless_asked(original)
     def prepare(self: Any, *args: Any, device_placement: list[bool] | None = None) -> Any:
         import torch
 
@@ -209,7 +210,7 @@ def _take_over(accelerator: Any, model: Any) -> None:
 def wrap_prepare_model(original: Function) -> Function:
     """Shards a model that is prepared by itself; models for evaluation only stay whole, as in accelerate."""
 
-    @_unless_asked(original)
+    @unless_asked(original)
     def prepare_model(
         self: Any, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
@@ -226,7 +227,7 @@ def wrap_prepare_model(original: Function) -> Function:
 def wrap_prepare_optimizer(original: Function) -> Function:
     """Binds an optimizer to the sharded parameters of the models prepared so far."""
 
-    @_unless_asked(original)
+    @unless_asked(original)
     def prepare_optimizer(self: Any, optimizer: Any, device_placement: bool | None = None) -> Any:
         from accelerate_plugin.prepare import bind_optimizer
 
@@ -240,7 +241,7 @@ def wrap_prepare_optimizer(original: Function) -> Function:
 def wrap_clip_grad_norm(original: Function) -> Function:
     """Clips by the norm over all shards of all parameters, and returns it as a plain tensor, the same on every rank."""
 
-    @_unless_asked(original)
+    @unless_asked(original)
     def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         import torch
         from torch.distributed.tensor import DTensor
@@ -256,7 +257,7 @@ def wrap_clip_grad_norm(original: Function) -> Function:
 def wrap_bf16_available(original: Function) -> Function:
     """On a machine without a GPU bf16 runs on the CPU, which the Trainer allows only to scripts that ask for CPU."""
 
-    @_unless_asked(original)
+    @unless_asked(original)
     def is_torch_bf16_gpu_available() -> bool:
         return True if not accelerator_available() else bool(original())
 
@@ -271,7 +272,7 @@ _XLA_NAMES = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")
 def wrap_process_fsdp_args(original: Function) -> Function:
     """Reads ``fsdp_config`` of TrainingArguments: every key is used or refused, and only what was given counts."""
 
-    @_unless_asked(original)
+    @unless_asked(original)
     def process(self: Any) -> Any:
         from accelerate_plugin.settings import remember_script_values
 

@@ -71,7 +71,6 @@ class Key:
         return str(self.kind.value)
 
 
-_NOT_YET_SHARDED = "checkpoints are written as full files only in this version; use FULL_STATE_DICT"
 _ONE_PREFETCH = "the engine always gathers the next unit while the backward pass of this one runs; use BACKWARD_PRE"
 _NO_OFFLOAD = "this version keeps parameters on the device that computes; leave it out or set it to false"
 _NO_GROUPS = "resharding to a smaller group is not supported in this version; use true or false"
@@ -197,9 +196,8 @@ _TABLE = (
         "fsdp_state_dict_type",
         Kind.CHOICE,
         "FULL_STATE_DICT",
-        "Form of checkpoints: FULL_STATE_DICT writes plain, unsharded files from rank 0.",
+        "Form of checkpoints: whole files from rank 0, or slices for any number, or for this number of processes.",
         choices=("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"),
-        refused={"SHARDED_STATE_DICT": _NOT_YET_SHARDED, "LOCAL_STATE_DICT": _NOT_YET_SHARDED},
     ),
     Key(
         "fsdp_use_orig_params",

@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 from accelerate.utils.dataclasses import FullyShardedDataParallelPlugin
-from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, OffloadPolicy, StateDictType
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OffloadPolicy,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
 
 from accelerate_plugin import rules
 from accelerate_plugin.keys import KEYS, SettingsError, parse_key
@@ -68,6 +77,7 @@ class Settings:
     activation_checkpointing_offload: bool = False
     num_layers_to_checkpoint: int | None = None
     ignored_modules: Any = None
+    state_dict_type: str = "FULL_STATE_DICT"
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Settings":
@@ -108,6 +118,7 @@ class Settings:
             activation_checkpointing_offload=get("fsdp_activation_checkpointing_offload"),
             num_layers_to_checkpoint=count,
             ignored_modules=get("fsdp_ignored_modules"),
+            state_dict_type=get("fsdp_state_dict_type"),
         )
 
 
@@ -135,7 +146,7 @@ class YaFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         self.min_num_params = settings.min_num_params
         self.ignored_modules = settings.ignored_modules
         self.cpu_offload = OffloadPolicy()
-        self.set_state_dict_type("FULL_STATE_DICT")
+        self.set_state_dict_type(settings.state_dict_type)
 
     def __repr__(self) -> str:
         return f"YaFSDPPlugin({self.settings}, param_dtype={self.param_dtype})"
@@ -152,10 +163,20 @@ class YaFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Chooses the form of checkpoints; scripts call this before a final save."""
-        parse_key("fsdp_state_dict_type", state_dict_type or "FULL_STATE_DICT")
-        self.state_dict_type = StateDictType.FULL_STATE_DICT
-        self.state_dict_config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-        self.optim_state_dict_config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        name = parse_key("fsdp_state_dict_type", state_dict_type or "FULL_STATE_DICT")
+        self.state_dict_type = StateDictType[name]
+        # Of these only libraries that look at accelerate's plugin take notice; the engine needs none.
+        self.state_dict_config, self.optim_state_dict_config = {
+            "FULL_STATE_DICT": (
+                FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
+                FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
+            ),
+            "SHARDED_STATE_DICT": (
+                ShardedStateDictConfig(offload_to_cpu=True),
+                ShardedOptimStateDictConfig(offload_to_cpu=True),
+            ),
+            "LOCAL_STATE_DICT": (LocalStateDictConfig(), LocalOptimStateDictConfig()),
+        }[name]
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
         """Units are found when the model is prepared; nothing is stored here."""

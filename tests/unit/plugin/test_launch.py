@@ -201,7 +201,8 @@ def test_without_the_switch_the_launch_arguments_and_the_environment_stay_as_the
         ([], "training script 'missing.py' does not exist"),
         (["--fsdp_sharding_strategy", "FULL"], "allowed: FULL_SHARD"),
         (["--use_deepspeed"], "two engines"),
-        (["--fsdp_state_dict_type", "SHARDED_STATE_DICT"], "fsdp_state_dict_type: SHARDED_STATE_DICT is not supported"),
+        (["--num_processes", "0"], "num_processes: 0 is not a number of processes"),
+        (["--fsdp_state_dict_type", "SHARD_STATE_DICT"], "fsdp_state_dict_type: got 'SHARD_STATE_DICT'; allowed: FULL"),
     ],
 )
 def test_a_launch_that_cannot_work_ends_with_one_message(

@@ -101,7 +101,6 @@ def test_torchs_policies_of_the_known_kinds_are_understood() -> None:
         ({"param_init_fn": print}, "param_init_fn"),
         ({"cpu_offload": True}, "fsdp_offload_params"),
         ({"limit_all_gathers": False}, "fsdp_limit_all_gathers"),
-        ({"state_dict_type": StateDictType.SHARDED_STATE_DICT}, "fsdp_state_dict_type"),
         ({"sharding_strategy": ShardingStrategy.NO_SHARD}, "fsdp_sharding_strategy"),
         ({"reshard_after_forward": 4}, "fsdp_reshard_after_forward"),
     ],
@@ -130,9 +129,22 @@ def test_the_plugin_answers_what_other_libraries_ask_of_accelerates_own() -> Non
     assert plugin.param_dtype is torch.bfloat16
     plugin.set_mixed_precision("fp16")
     assert plugin.param_dtype is torch.bfloat16, "the first choice stands unless overridden"
-    with pytest.raises(SettingsError, match="SHARDED_STATE_DICT is not supported"):
-        plugin.set_state_dict_type("SHARDED_STATE_DICT")
     assert build_plugin(plugin) is plugin
+
+
+@pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
+def test_the_form_of_checkpoints_comes_from_the_launch_a_script_or_a_later_call(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted = FullyShardedDataParallelPlugin(state_dict_type=StateDictType[form])
+    assert build_plugin(scripted).state_dict_type is StateDictType[form]
+    plugin = build_plugin(None)
+    plugin.set_state_dict_type(form.lower())
+    assert plugin.state_dict_type is StateDictType[form]
+    with pytest.raises(SettingsError, match="fsdp_state_dict_type: got 'HALF'; allowed: FULL_STATE_DICT"):
+        plugin.set_state_dict_type("HALF")
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", form)
+    assert build_plugin(None).state_dict_type is StateDictType[form]
 
 
 def test_a_scripts_mixed_precision_policy_is_kept() -> None:

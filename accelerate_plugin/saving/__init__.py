@@ -1,0 +1,1 @@
+"""Checkpoints: how they are written so that none is ever half there, and in which form."""
