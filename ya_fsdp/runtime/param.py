@@ -1,6 +1,7 @@
 """One parameter: its sharded and its unsharded form, and the modules that show one of them."""
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from ya_fsdp.layout import ParamSpan
 from ya_fsdp.ragged import RaggedShardDTensor
 
-__all__ = ["ParamSite", "YaFSDPParam"]
+__all__ = ["ParamSite", "ParamSwitch", "YaFSDPParam"]
 
 
 class ParamSite:
@@ -18,32 +19,28 @@ class ParamSite:
     Holds the module's parameter dict rather than the module, so that deleting a model frees it at once.
     """
 
-    __slots__ = ("_module", "_parameters", "name", "owner")
+    __slots__ = ("_module", "is_plain", "name", "owner", "parameters")
 
     def __init__(self, module: nn.Module, name: str, owner: str) -> None:
         self.name = name
         self.owner = owner
         """Name of the module, for messages."""
-        self._parameters: dict[str, nn.Parameter | None] = module._parameters
+        self.parameters: dict[str, nn.Parameter | None] = module._parameters
+        """The module's parameter dict, which stands for the module."""
         # Some modules (recurrent ones) keep copies of their parameters up to date in __setattr__.
-        plain = type(module).__setattr__ is nn.Module.__setattr__
-        self._module = None if plain else weakref.ref(module)
-
-    @property
-    def parameters_id(self) -> int:
-        """Identity of the module's parameter dict, which stands for the module."""
-        return id(self._parameters)
+        self.is_plain = type(module).__setattr__ is nn.Module.__setattr__
+        self._module = None if self.is_plain else weakref.ref(module)
 
     @property
     def current(self) -> nn.Parameter | None:
         """The parameter that the module shows now."""
-        return self._parameters.get(self.name)
+        return self.parameters.get(self.name)
 
     def show(self, param: nn.Parameter) -> None:
         """Makes the module show ``param``."""
         module = self._module() if self._module is not None else None
         if module is None:
-            self._parameters[self.name] = param
+            self.parameters[self.name] = param
         else:
             setattr(module, self.name, param)
 
@@ -78,10 +75,10 @@ class YaFSDPParam:
         """Names the parameter as the root does.
 
         Args:
-            module_names: Names of modules by :attr:`ParamSite.parameters_id`.
+            module_names: Names of modules by ``id`` of their parameter dicts.
         """
         site = self.sites[0]
-        owner = module_names.get(site.parameters_id)
+        owner = module_names.get(id(site.parameters))
         if owner is not None:
             self.name = f"{owner}.{site.name}" if owner else site.name
 
@@ -102,22 +99,6 @@ class YaFSDPParam:
         for site in self.sites:
             site.show(self.sharded_param)
 
-    def to_unsharded(self) -> None:
-        """Shows the unsharded parameter in every module.
-
-        Raises:
-            RuntimeError: If somebody else replaced the sharded parameter, whose values would be lost.
-        """
-        assert self.unsharded_param is not None
-        for site in self.sites:
-            current = site.current
-            if current is not self.sharded_param and current is not self.unsharded_param:
-                raise RuntimeError(
-                    f"{self.name}: the parameter was replaced after fully_shard (expected the sharded parameter, got "
-                    f"{type(current).__name__}). Assign values with copy_(), or shard the model after replacing it."
-                )
-            site.show(self.unsharded_param)
-
     def adopt(self) -> None:
         """Takes the parameter that the modules show now as the sharded one.
 
@@ -135,3 +116,59 @@ class YaFSDPParam:
             )
         self.sharded_param = cast(nn.Parameter, current)
         self.to_sharded()
+
+
+class ParamSwitch:
+    """Shows all sharded or all unsharded parameters of a bucket; runs four times per unit and step, so it is flat.
+
+    Args:
+        params: The parameters, each with an unsharded form.
+    """
+
+    def __init__(self, params: Iterable[YaFSDPParam]) -> None:
+        plain, others, pairs = [], [], []
+        for param in params:
+            full = param.unsharded_param
+            assert full is not None
+            pairs.append((param.sharded_param, full))
+            for site in param.sites:
+                if site.is_plain:
+                    plain.append((site.parameters, site.name, param.sharded_param, full, param.name))
+                else:
+                    others.append((site, param.sharded_param, full, param.name))
+        self._plain = plain
+        self._others = others
+        self._pairs = pairs
+
+    def to_sharded(self) -> None:
+        """Shows the sharded parameters."""
+        for parameters, name, sharded, _, _ in self._plain:
+            parameters[name] = sharded
+        for site, sharded, _, _ in self._others:
+            site.show(sharded)
+
+    def to_unsharded(self) -> None:
+        """Shows the unsharded parameters, which want gradients as the sharded ones do.
+
+        Raises:
+            RuntimeError: If somebody else replaced a sharded parameter, whose values would be lost.
+        """
+        for sharded, full in self._pairs:
+            if full.requires_grad != sharded.requires_grad:
+                full.requires_grad_(sharded.requires_grad)
+        for parameters, name, sharded, full, full_name in self._plain:
+            current = parameters.get(name)
+            if current is not sharded and current is not full:
+                raise _replaced(full_name, current)
+            parameters[name] = full
+        for site, sharded, full, full_name in self._others:
+            if site.current is not sharded and site.current is not full:
+                raise _replaced(full_name, site.current)
+            site.show(full)
+
+
+def _replaced(name: str, current: object) -> RuntimeError:
+    return RuntimeError(
+        f"{name}: the parameter was replaced after fully_shard (expected the sharded parameter, got "
+        f"{type(current).__name__}). Assign values with copy_(), or shard the model after replacing it."
+    )

@@ -20,7 +20,7 @@ from ya_fsdp.runtime.comm_context import InFlight, YaFSDPCommContext
 from ya_fsdp.runtime.gradients import member_views
 from ya_fsdp.runtime.hooks import watch_inputs
 from ya_fsdp.runtime.mesh import ShardMesh
-from ya_fsdp.runtime.param import YaFSDPParam
+from ya_fsdp.runtime.param import ParamSwitch, YaFSDPParam
 from ya_fsdp.runtime.reducer import GradientReducer
 from ya_fsdp.runtime.settings import UnitPhase, UnitSettings
 
@@ -73,6 +73,7 @@ class YaFSDPParamGroup:
         self._buffer: Buffer | None = None
         self._home: Buffer | None = None
         self._wire: torch.Tensor | None = None
+        self._switch: ParamSwitch | None = None
         self._gather: InFlight | None = None
 
     @property
@@ -143,11 +144,8 @@ class YaFSDPParamGroup:
         assert self._gather is not None
         self._gather.wait()
         self._gather = None
-        for param in self.params:
-            assert param.unsharded_param is not None
-            if param.unsharded_param.requires_grad != param.sharded_param.requires_grad:
-                param.unsharded_param.requires_grad_(param.sharded_param.requires_grad)
-            param.to_unsharded()
+        assert self._switch is not None
+        self._switch.to_unsharded()
         self.sharded_state = ShardedState.UNSHARDED
 
     def reshard(self) -> None:
@@ -157,8 +155,9 @@ class YaFSDPParamGroup:
         if self._gather is not None:  # gathered ahead of a forward or backward that did not come
             self._gather.wait()
             self._gather = None
-        for param in self.params:
-            param.to_sharded()
+        if self.sharded_state is ShardedState.UNSHARDED:
+            assert self._switch is not None
+            self._switch.to_sharded()
         self.sharded_state = ShardedState.SHARDED
         self.is_kept = False
         assert self._buffer is not None
@@ -226,6 +225,7 @@ class YaFSDPParamGroup:
         self._wire = typed.data
         for param, part in zip(self.params, member_views(typed.data, self.layout.partition), strict=True):
             param.init_unsharded_param(part)
+        self._switch = ParamSwitch(self.params)
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
@@ -278,6 +278,8 @@ class YaFSDPParamGroup:
         self.reshard()
         for param in self.params:
             param.adopt()
+        if self._switch is not None:
+            self._switch = ParamSwitch(self.params)
         locals_ = [p.sharded_param._local_tensor for p in self.params]  # type: ignore[attr-defined]
         first = locals_[0]
         views = self.reducer.local_views(self.shard)

@@ -1,6 +1,7 @@
 """What may change on a unit: the user's switches, and its place in the step."""
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ya_fsdp._common import TrainingState
@@ -29,11 +30,13 @@ class UnitSettings:
 class ForwardGraph:
     """Stands for the autograd graph of one forward of a unit, which keeps it alive."""
 
-    __slots__ = ("__weakref__", "has_run")
+    __slots__ = ("__weakref__", "has_run", "left_open")
 
     def __init__(self) -> None:
         self.has_run = False
         """A backward has reached the graph."""
+        self.left_open: list[Callable[[], None]] = []
+        """Gathers the units below whose weights may be in the graph without a hook of theirs in front of them."""
 
 
 @dataclass

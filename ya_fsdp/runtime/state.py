@@ -6,7 +6,7 @@ reduces, and ``_root_post_backward_final_callback`` ends the backward for all un
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -199,9 +199,8 @@ class YaFSDPState(_State):
         if self.phase.training_state is TrainingState.PRE_BACKWARD:
             return output
         self._end_forward()
-        self._watch_forward(output)
-        if self.context.iter_forward_root is self:
-            self._end_root_forward()
+        left_open = self._end_root_forward() if self.context.iter_forward_root is self else []
+        self._watch_forward(output, left_open)
         return output
 
     def _part_forward(self, output: Any) -> None:
@@ -211,9 +210,11 @@ class YaFSDPState(_State):
     def _is_outermost(self) -> bool:
         return self.context.iter_forward_root is self
 
-    def _watch_forward(self, output: Any) -> None:
+    def _watch_forward(self, output: Any, left_open: Sequence[Callable[[], None]] = ()) -> None:
         if torch.is_grad_enabled():
-            watch_outputs(output, partial(self._pre_backward, self.phase.open_graph()))
+            graph = self.phase.open_graph()
+            graph.left_open.extend(left_open)
+            watch_outputs(output, partial(self._pre_backward, graph))
 
     def _end_forward(self) -> None:
         context = self.context
@@ -230,22 +231,27 @@ class YaFSDPState(_State):
         if not in_autograd and context.grad_enabled:
             context.comm.post_forward_order.record(self)
 
-    def _end_root_forward(self) -> None:
+    def _end_root_forward(self) -> list[Callable[[], None]]:
         context = self.context
         context.iter_forward_root = None
         context.comm.forward_order.end()
+        left_open = [gather for state in context.all_states if (gather := state.end_part_forward()) is not None]
         for state in context.all_states:
-            state.end_part_forward()
             state.reshard_unused()
+        return left_open
 
-    def end_part_forward(self) -> None:
+    def end_part_forward(self) -> Callable[[], None] | None:
         """Ends a forward that left out modules of the unit; a loss may read a head's weight and never call the head.
 
-        What it computed with the weight may lie in the graph, where no hook gathers for it, so the weight stays.
+        What it computed with the weight may lie in the graph, where no hook of the unit gathers for it. So the weight
+        stays and, as another forward may release it, the root's backward starts by gathering it.
         """
-        if self._reset_hooks() and self.phase.training_state is TrainingState.FORWARD:
-            self.phase.is_borrowed = True
-            self._end_forward()
+        if not self._reset_hooks() or self.phase.training_state is not TrainingState.FORWARD:
+            return None
+        self.phase.is_borrowed = True
+        self._end_forward()
+        this = weakref.ref(self)
+        return lambda: state._enter_backward() if (state := this()) is not None else None
 
     def reshard_unused(self) -> None:
         """Gives back what was gathered ahead and not used."""
@@ -261,8 +267,14 @@ class YaFSDPState(_State):
         if not context.in_backward:
             context.in_backward = True
             queue_backward_callback(self._root_post_backward_final_callback)
+        for gather in graph.left_open:
+            gather()
+        self._enter_backward()
+        return grad
+
+    def _enter_backward(self) -> None:
         if self.phase.training_state is TrainingState.PRE_BACKWARD and self.is_unsharded():
-            return grad
+            return
         self.phase.training_state = TrainingState.PRE_BACKWARD
         self._kept_from_forward = self.phase.is_borrowed = False
         if self.settings.unshard_in_backward:
@@ -271,7 +283,6 @@ class YaFSDPState(_State):
         self._prefetch_backward()
         for group in self.groups:
             group.wait_for_gather()
-        return grad
 
     def _root_post_backward_final_callback(self) -> None:
         """Ends a backward for all units: late reductions, missing gradients, memory."""

@@ -1,7 +1,7 @@
 """What all units of one root share."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from ya_fsdp.runtime.buffer_plan import NUM_SHARED, BucketInfo, plan_buffers
@@ -30,8 +30,8 @@ class UnitState(Protocol):
     def reshard(self) -> None:
         """Shows sharded parameters and gives the buffers back."""
 
-    def end_part_forward(self) -> None:
-        """Ends a forward that left out modules of the unit."""
+    def end_part_forward(self) -> Callable[[], None] | None:
+        """Ends a forward that left out modules of the unit; returns what gathers the unit for the backward."""
 
     def reshard_unused(self) -> None:
         """Gives back what was gathered ahead and not used."""
