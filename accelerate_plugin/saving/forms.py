@@ -7,11 +7,12 @@ LOCAL_STATE_DICT: one file per rank in ``pytorch_model_fsdp_0_local`` and ``opti
 ranks can read it. No form but the first gathers a tensor.
 """
 
+import contextlib
 import importlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 
 import ya_fsdp
 from accelerate_plugin.saving.publication import writing
-from accelerate_plugin.saving.ranks import CheckpointError, agree, on_rank_zero
+from accelerate_plugin.saving.ranks import CheckpointError, agree, describe, on_rank_zero, root_of
 
 __all__ = [
     "FULL",
@@ -131,12 +132,7 @@ def write_model(form: str, model: nn.Module, folder: str, index: int, *, adapter
         else:
             entries = ya_fsdp.get_sharded_state_dict(model) if select is None else adapter_entries(model, **_NO_BASE)
             with saving.deferring():
-                if select is None:
-                    ya_fsdp.save_sharded_checkpoint(target, model)
-                else:
-                    dcp = importlib.import_module("torch.distributed.checkpoint")
-                    writer = dcp.FileSystemWriter(target, sync_files=True)
-                    dcp.save({"model": entries}, storage_writer=writer)
+                _save_sharded({"model": entries}, target)
             with saving.deferring():
                 if _rank() == 0:
                     (target / MODEL_FACTS).write_text(json.dumps(_facts(model, entries), indent=1), encoding="utf-8")
@@ -159,7 +155,37 @@ def write_optimizer(form: str, model: nn.Module, optimizer: torch.optim.Optimize
                 _save(_compact(ya_fsdp.get_local_optimizer_state_dict(model, optimizer)), _local_file(target))
         else:
             with saving.deferring():
-                ya_fsdp.save_sharded_checkpoint(target, model, optimizer)
+                _save_sharded({"optimizer": ya_fsdp.get_sharded_optimizer_state_dict(model, optimizer)}, target)
+
+
+def _save_sharded(state: dict[str, Any], folder: Path) -> None:
+    """Every rank writes its slices through torch.distributed.checkpoint, whose errors all ranks hear of."""
+    dcp = importlib.import_module("torch.distributed.checkpoint")
+    writer = dcp.FileSystemWriter(folder, sync_files=True)
+    write_data = writer.write_data
+
+    def write(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return write_data(*args, **kwargs)
+        except Exception as error:
+            # The serializer's complaint about its file position would hide that the disk is full.
+            raise root_of(error) from error
+
+    writer.write_data = write
+    with _plain_errors(f"writing {folder}"):
+        dcp.save(state, storage_writer=writer)
+
+
+@contextlib.contextmanager
+def _plain_errors(doing: str) -> Iterator[None]:
+    """Errors of torch.distributed.checkpoint are no ``Exception``, so that nobody who expects one would see them."""
+    failed: type[BaseException] = importlib.import_module("torch.distributed.checkpoint.api").CheckpointException
+    try:
+        yield
+    except failed as error:
+        failures = getattr(error, "failures", {})
+        told = "; ".join(f"on rank {rank}: {describe(pair[0])}" for rank, pair in list(failures.items())[:4])
+        raise CheckpointError(f"{doing} failed {told}") from error
 
 
 def _local_file(folder: Path) -> Path:
@@ -221,7 +247,8 @@ def read_model(
     elif adapter:
         _read_entries(path, adapter_entries(model, **_NO_BASE))
     else:
-        ya_fsdp.load_sharded_checkpoint(path, model)
+        with _plain_errors(f"reading {path}"):
+            ya_fsdp.load_sharded_checkpoint(path, model)
     return [], []
 
 
@@ -234,7 +261,8 @@ def read_optimizer(form: str, model: nn.Module, optimizer: torch.optim.Optimizer
     elif form == LOCAL:
         ya_fsdp.load_local_optimizer_state_dict(model, optimizer, _read_local(path))
     else:
-        ya_fsdp.load_sharded_checkpoint(path, model, optimizer)
+        with _plain_errors(f"reading {path}"):
+            ya_fsdp.load_sharded_checkpoint(path, model, optimizer)
 
 
 def _plain_file(folder: str) -> Path | None:
@@ -290,5 +318,5 @@ def _read_entries(folder: Path, entries: Mapping[str, torch.Tensor]) -> None:
             f"rank {_rank()}: the adapters in {folder} do not fit the model: missing {missing[:5]}, different shapes "
             f"(saved for own) {wrong[:5]}; nothing was loaded"
         )
-    with torch.no_grad():
+    with torch.no_grad(), _plain_errors(f"reading {folder}"):
         dcp.load({"model": {name: value.detach() for name, value in entries.items()}}, storage_reader=reader)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["CheckpointError", "agree", "describe", "on_rank_zero"]
+__all__ = ["CheckpointError", "agree", "describe", "on_rank_zero", "root_of"]
 
 # A rank that has failed waits so long for the others to hear of it. One that has not waits as long as the others write.
 _PATIENCE = datetime.timedelta(seconds=30)
@@ -22,21 +22,26 @@ class CheckpointError(RuntimeError):
     """Saving or loading a checkpoint failed on some rank; raised on all of them."""
 
 
-def describe(error: BaseException) -> str:
-    """What went wrong, in one line: with the system's own error where a library has wrapped it in another one."""
+def root_of(error: Exception) -> Exception:
+    """The system's own error where a library has wrapped it in another one; otherwise the error itself."""
     seen: list[BaseException] = []
     waiting: list[BaseException | None] = [error]
     while waiting:
         one = waiting.pop(0)
-        if one is None or one in seen:
-            continue
-        seen.append(one)
-        waiting += [one.__cause__, one.__context__]
-        # torch.distributed.checkpoint: a dict of rank -> (error, stack)
-        failures = getattr(one, "failures", None)
-        waiting += [pair[0] for pair in failures.values()] if isinstance(failures, dict) else []
-    root = next((one for one in seen if isinstance(one, OSError)), None)
-    texts = [f"{type(one).__name__}: {str(one).splitlines()[0] if str(one) else ''}" for one in (error, root) if one]
+        if isinstance(one, OSError):
+            return one
+        if one is not None and one not in seen:
+            seen.append(one)
+            waiting += [one.__cause__, one.__context__]
+    return error
+
+
+def describe(error: Exception) -> str:
+    """What went wrong, in one line."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    root = root_of(error)
+    texts = [f"{type(one).__name__}: {str(one).splitlines()[0] if str(one) else ''}" for one in (root, error)]
     return " <- ".join(dict.fromkeys(texts))
 
 
@@ -54,7 +59,7 @@ def _alone() -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
-def agree(problem: BaseException | None, doing: str) -> None:
+def agree(problem: Exception | None, doing: str) -> None:
     """Raises on every rank if any rank has a problem. A collective, but one that has a problem never waits for long.
 
     Args:
@@ -86,8 +91,12 @@ def agree(problem: BaseException | None, doing: str) -> None:
                 f"rank {rank}: {doing} failed on rank {rank}: {describe(problem)} (the other ranks did not answer)"
             ) from problem
         raise CheckpointError(f"rank {rank}: {doing} failed: another rank has gone ({describe(error)})") from error
-    told = [f"on rank {other}: {text}" for other, text in enumerate(texts) if text is not None]
-    raise CheckpointError(f"rank {rank}: {doing} failed {'; '.join(told[:4])}") from problem
+    told: dict[str, list[str]] = {}
+    for other, text in enumerate(texts):
+        if text is not None:
+            told.setdefault(text, []).append(str(other))
+    parts = [f"on rank {', '.join(ranks)}: {text}" for text, ranks in list(told.items())[:4]]
+    raise CheckpointError(f"rank {rank}: {doing} failed {'; '.join(parts)}") from problem
 
 
 def on_rank_zero(action: Callable[[], Any], doing: str) -> Any:

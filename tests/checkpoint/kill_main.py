@@ -1,4 +1,5 @@
-"""Rounds of saves of which one rank is killed at a random moment, cheaply: each rank is a fork of one warm process.
+"""Rounds of saves in which one rank is killed at a random moment, or cannot write, cheaply: ranks are forks of one
+warm process.
 
 Run as a process of its own, since forking one that has threads is not safe: ``python -m tests.checkpoint.kill_main
 FOLDER ROUNDS FORM``. Prints one line of JSON per round.
@@ -8,6 +9,7 @@ import datetime
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import time
@@ -24,12 +26,14 @@ from accelerate_plugin.saving.folder import why_incomplete
 from accelerate_plugin.saving.publication import publication
 
 RANKS = 2
+#: The round in which one rank cannot write more than a part of its file.
+FULL_DISK = 4
 
 
 def values_of(step: int) -> dict[str, torch.Tensor]:
     """What the checkpoint of a step must hold."""
     generator = torch.Generator().manual_seed(step)
-    return {"weight": torch.randn(33, 17, generator=generator), "bias": torch.randn(33, generator=generator)}
+    return {"weight": torch.randn(330, 170, generator=generator), "bias": torch.randn(330, generator=generator)}
 
 
 def build() -> nn.Module:
@@ -38,7 +42,7 @@ def build() -> nn.Module:
 
     from ya_fsdp import fully_shard
 
-    model = nn.Linear(17, 33)
+    model = nn.Linear(170, 330)
     return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
@@ -62,8 +66,7 @@ def in_forks(work: Any, folder: Path, name: str) -> list[int]:
                 work(rank)
                 code = 0
             except BaseException as error:
-                if os.environ.get("KILL_VERBOSE"):
-                    print(f"rank {rank}: {error!r}", file=sys.stderr, flush=True)
+                print(f"rank {rank}: {error!r}", file=sys.stderr, flush=True)
             finally:
                 os._exit(code)
         children.append(child)
@@ -86,16 +89,18 @@ def wait(children: list[int], limit: float) -> list[int | None]:
     return list(statuses.values())
 
 
-def save(folder: Path, step: int, form: str) -> None:
-    """One checkpoint, as the Trainer's hooks write it."""
+def save(folder: Path, step: int, form: str, full_disk: bool = False) -> None:
+    """One checkpoint, as the Trainer's hooks write it; or as much of it as the system lets this rank write."""
     model = build()
     import ya_fsdp
 
     ya_fsdp.load_full_state_dict(model, values_of(step))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
-    model(torch.ones(2, 17)).sum().backward()
+    model(torch.ones(2, 170)).sum().backward()
     optimizer.step()
     (folder / "ready").touch()
+    if full_disk:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
     with publication(folder / f"checkpoint-{step}", left_over="checkpoint-*") as saving:
         forms.write_model(form, model, str(saving.aside), 0, adapter_only=False)
         forms.write_optimizer(form, model, optimizer, str(saving.aside), 0)
@@ -137,13 +142,17 @@ def main() -> None:
     duration = 0.1
     for number in range(1, rounds + 1):
         before = newest(folder)
-        children = in_forks(lambda rank, step=number: save(folder, step, form), folder, f"save{number}")
+        victim = 0 if number == FULL_DISK and form == forms.FULL else chance.randrange(RANKS)
+        children = in_forks(
+            lambda rank, step=number, last=victim: save(folder, step, form, step == FULL_DISK and rank == last),
+            folder,
+            f"save{number}",
+        )
         while not (folder / "ready").exists():
             time.sleep(0.0005)
         start = time.monotonic()
-        victim = chance.randrange(RANKS)
         undisturbed = number % 10 == 0
-        if not undisturbed:
+        if not undisturbed and number != FULL_DISK:
             time.sleep(chance.uniform(0.0, duration))
             os.kill(children[victim], signal.SIGKILL)
         statuses = wait(children, 30)
