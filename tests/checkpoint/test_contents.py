@@ -241,3 +241,39 @@ def test_sharded_and_local_saves_gather_nothing_and_full_ones_one_tensor_at_a_ti
     on_ranks: OnRanks, tmp_path: Path
 ) -> None:
     on_ranks(2, _cost, str(tmp_path))
+
+
+def _odd(folder: str, form: str) -> None:
+    from accelerate_plugin.saving import forms
+    from tests.support.engines import full, shard
+    from tests.support.models import OddModel
+    from tests.support.training import square_loss
+
+    def build(seed: int) -> Any:
+        model = OddModel(seed)
+        model = shard(model, units=list(model.blocks))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(model: Any, optimizer: Any) -> None:
+        square_loss(model, torch.ones(4, 5)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = build(1)
+    step(model, optimizer)
+    forms.write_model(form, model, folder, 0, adapter_only=False)
+    forms.write_optimizer(form, model, optimizer, folder, 0)
+    other, other_optimizer = build(2)
+    forms.read_model(form, other, folder, 0, adapter_only=False)
+    forms.read_optimizer(form, other, other_optimizer, folder, 0)
+    for _ in range(2):
+        found, expected = ({n: full(p) for n, p in m.named_parameters()} for m in (other, model))
+        assert_equal(found, expected, form)
+        step(model, optimizer)
+        step(other, other_optimizer)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_parameters_without_dimensions_or_elements_come_back(on_ranks: OnRanks, world: int, tmp_path: Path) -> None:
+    for form in FORMS:
+        on_ranks(world, _odd, str(tmp_path / form), form)

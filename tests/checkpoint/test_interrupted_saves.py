@@ -26,6 +26,7 @@ from tests.checkpoint.runs import (
     trainer_of,
     watcher,
 )
+from tests.huggingface.test_launch import launch
 
 OnRanks = Callable[..., list[Any]]
 ROOT = Path(__file__).parents[2]
@@ -182,3 +183,18 @@ def _states(folder: str) -> None:
 
 def test_numbered_and_repeated_states_replace_each_other_only_when_whole(on_ranks: OnRanks, tmp_path: Path) -> None:
     on_ranks(2, _states, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_launched_job_that_loses_a_rank_while_it_saves_goes_on_from_the_older_checkpoint(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "scripts/preempted.py"
+    words = ["--num_processes", "2", "--fsdp_ya_fsdp_enabled", "true", "--fsdp_state_dict_type", SHARDED, script]
+    lost = launch(*words, tmp_path, "killed")
+    assert lost.returncode != 0
+    assert "RAN" not in lost.stdout
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2"}
+    assert "SIGKILL" in lost.stderr
+    resumed = launch(*words, tmp_path, "undisturbed")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "RAN 3 TO 6" in resumed.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-6"}, "and what the lost save left behind is gone"
