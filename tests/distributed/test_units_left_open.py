@@ -98,6 +98,35 @@ def test_a_loss_may_read_the_weight_of_a_head_that_is_never_called(on_ranks, tie
     on_ranks(2, train, tied, reshard_after_forward)
 
 
+def forwards_in_between(tied, reshard_after_forward):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    reference = Reader(tied=tied)
+    model = Reader(tied=tied)
+    shard(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    for step in range(2):
+        expected = reference(tokens_of(step)) + reference(tokens_of(step + 5)).square()
+        expected.backward()
+        first = model(my_rows(tokens_of(step), rank, world_size))
+        with torch.no_grad():  # gives back what the first forward kept
+            model(tokens_of(9))
+        for loss in (first, model(my_rows(tokens_of(step + 5), rank, world_size))):
+            with torch.no_grad():
+                model(tokens_of(9))
+            mean = mean_over_ranks(loss)
+            # The derivative of the square at the mean over ranks, as the reference has it.
+            (loss if loss is first else loss * (2 * mean)).backward()
+        assert_same_values(full_gradients(model), plain_gradients(reference), f"gradients of step {step}", atol=1e-6)
+        for one in (reference, model):
+            sgd(one.parameters()).step()
+            one.zero_grad()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_another_forward_may_come_before_the_backward(on_ranks, tied, reshard_after_forward):
+    on_ranks(2, forwards_in_between, tied, reshard_after_forward)
+
+
 def call_parts_by_hand(tied):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     reference = Reader(tied=tied)

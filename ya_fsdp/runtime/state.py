@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ya_fsdp._common import ShardedState, TrainingState
-from ya_fsdp._torch_compat import _State, get_module_state, queue_backward_callback
+from ya_fsdp._torch_compat import _State, queue_backward_callback
 from ya_fsdp.policy import MixedPrecisionPolicy
 from ya_fsdp.runtime.arrivals import ArrivalWatch
 from ya_fsdp.runtime.cast import cast_floating, move_to_device
@@ -25,6 +25,7 @@ from ya_fsdp.runtime.hooks import UnitHooks, watch_outputs
 from ya_fsdp.runtime.param_group import YaFSDPParamGroup
 from ya_fsdp.runtime.settings import ForwardGraph, UnitPhase, UnitSettings
 from ya_fsdp.runtime.state_context import YaFSDPStateContext
+from ya_fsdp.runtime.tree import units_below
 
 __all__ = ["YaFSDPCommContext", "YaFSDPState", "YaFSDPStateContext"]
 
@@ -89,7 +90,7 @@ class YaFSDPState(_State):
             return
         root = self.modules[0]()
         assert root is not None
-        states = _states_below(root, self)
+        states = units_below(root, self)
         for state in states:
             if state._context is not None and any(group.open_forwards for group in state.groups):
                 raise RuntimeError(
@@ -408,20 +409,3 @@ class YaFSDPState(_State):
         if dtype is None or not self.policy.cast_forward_inputs:
             return args, kwargs
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)
-
-
-def _states_below(root: nn.Module, root_state: YaFSDPState) -> list[YaFSDPState]:
-    """The states of a module tree in module order, with full names set on units and parameters."""
-    states: dict[int, YaFSDPState] = {id(root_state): root_state}
-    for name, module in root.named_modules():
-        state = get_module_state(module)
-        if isinstance(state, YaFSDPState):
-            if id(state) not in states or module is root:
-                state.name = name or type(module).__name__
-            states.setdefault(id(state), state)
-    names = {id(module._parameters): name for name, module in root.named_modules()}
-    for state in states.values():
-        for group in state.groups:
-            for param in group.params:
-                param.set_full_name(names)
-    return list(states.values())
