@@ -181,6 +181,12 @@ REPLACEMENTS = (
         "hooks:wrap_bf16_available",
         "bf16 is refused on a CPU unless the script asks for CPU",
     ),
+    Replacement(
+        "trl.models.utils",
+        "prepare_fsdp",
+        "reference:wrap_prepare_fsdp",
+        "shards a reference model with torch's engine, gathered as a whole",
+    ),
 )
 
 

@@ -16,6 +16,7 @@ from accelerate_plugin.activation import apply_checkpointing
 from accelerate_plugin.keys import SettingsError
 from accelerate_plugin.optimizers import KnownParameters, bind_late, detach
 from accelerate_plugin.rank_zero import RankZeroCopy, check_same_model
+from accelerate_plugin.resize import refuse_resize
 from accelerate_plugin.settings import DTYPES, Settings, YaFSDPPlugin
 from accelerate_plugin.units import Unit, find_units
 from ya_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, YaFSDPModule, fully_shard
@@ -28,11 +29,14 @@ def is_managed(model: nn.Module) -> bool:
     return isinstance(model, YaFSDPModule)
 
 
-def prepare_model(accelerator: Any, model: nn.Module, optimizers: Iterable[Any] = ()) -> nn.Module:
+def prepare_model(
+    accelerator: Any, model: nn.Module, optimizers: Iterable[Any] = (), *, frozen: bool = False
+) -> nn.Module:
     """Shards a model in place, from rank 0's weights, and binds optimizers to its sharded parameters. A collective.
 
     Args:
         optimizers: those built from this model's parameters; others are left as they are.
+        frozen: the model is only run, never trained.
 
     Raises:
         SettingsError: where the settings do not fit the model.
@@ -48,7 +52,9 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Iterable[Any] 
     check_same_model(model)
     class_name = type(model).__name__
     units = find_units(model, settings)
-    checkpointed = apply_checkpointing(model, settings)
+    if frozen:
+        model.requires_grad_(False)
+    checkpointed = 0 if frozen else apply_checkpointing(model, settings)
     before = KnownParameters(model)
     taken = [detach(optimizer, before.name_of) for optimizer in optimizers]
     raised = _shard(model, units, accelerator, settings, plugin.param_dtype)
@@ -201,5 +207,6 @@ def _finish(model: nn.Module, units: list[Unit], settings: Settings) -> None:
                 module.set_modules_to_forward_prefetch([following])
     on_meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     assert not on_meta, f"left on the meta device: {on_meta}"
+    refuse_resize(model)
     # transformers asks this before it generates: ranks must then run the same number of forward passes.
     model._is_fsdp_managed_module = True  # type: ignore[assignment]
