@@ -12,7 +12,7 @@ import ya_fsdp
 from accelerate_plugin.settings import YaFSDPPlugin
 from accelerate_plugin.units import Unit, count_by_class
 
-__all__ = ["Facts", "describe", "print_report"]
+__all__ = ["Facts", "describe", "describe_checkpointing", "print_report"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,17 @@ def describe(accelerator: Any, model: nn.Module, units: list[Unit], per_rank: li
         f"  units           {_describe_units(model, units)}",
         f"  bytes per rank  parameters {_range(per_rank)}",
         f"  precision       {precision}",
-        f"  checkpointing   {facts.checkpointed} blocks run forward again in backward",
+        f"  checkpointing   {describe_checkpointing(model, facts.checkpointed)}",
         f"  settings        {_describe_settings(plugin)}",
     ]
     return "\n".join(lines)
+
+
+def describe_checkpointing(model: nn.Module, count: int) -> str:
+    """Who runs blocks forward again in backward: the engine, for so many blocks, or the model itself."""
+    if not count and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return "none by the engine; the model's own is switched on"
+    return f"{count} blocks run forward again in backward"
 
 
 def _describe_units(model: nn.Module, units: list[Unit]) -> str:
