@@ -305,7 +305,7 @@ class YaFSDPState(_State):
         context.in_backward = False
 
     def finish_backward(self) -> None:
-        """Reduces what no node of the backward has reduced: see ``post_backward`` and ``_watch_arrivals``."""
+        """Reduces what no node of the backward has reduced: see ``post_backward`` and ``_all_arrived``."""
         phase = self.phase.training_state
         for group in self.groups:
             if phase is TrainingState.PRE_BACKWARD:
