@@ -266,7 +266,10 @@ def _no_copy(module: YaFSDPModule, what: str) -> TypeError:
 
 def _unsupported(name: str) -> Any:
     def method(self: YaFSDPModule, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"{type(self).__name__}.{name}: ya_fsdp has no such switch; see docs/design.md")
+        raise NotImplementedError(
+            f"{type(self).__name__}.{name}: the switch belongs to PyTorch's engine and ya_fsdp has nothing like it; "
+            f"leave the call out"
+        )
 
     method.__name__ = name
     return method

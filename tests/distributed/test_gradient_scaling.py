@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.support.engines import full_gradients, shard
 from tests.support.guards import assert_same_values
-from tests.support.models import MlpStack, float_batches, my_rows
+from tests.support.models import MlpStack, Weights, float_batches, my_rows
 
 
 def sum_of_gradients(batch, dtype=torch.float32):
@@ -57,15 +56,6 @@ def check_force_sum():
 
 def test_sum_only_reduction_gives_the_same_gradients(on_ranks):
     on_ranks(2, check_force_sum)
-
-
-class Weights(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(11))
-
-    def forward(self, x):
-        return (self.weight * x).sum()
 
 
 def reduce_in_16_bits(dtype):

@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.support.engines import ENGINE, FSDP2, full_gradients, shard
 from tests.support.guards import assert_same_values
-from tests.support.models import build_model, my_rows, token_batches
+from tests.support.models import Weights, build_model, my_rows, token_batches
 from tests.support.recorder import CollectiveRecorder
 from tests.support.training import causal_loss
 from ya_fsdp.runtime import reducer
@@ -15,15 +14,6 @@ from ya_fsdp.runtime import reducer
 pytestmark = pytest.mark.skipif(ENGINE == FSDP2, reason="an option of ya_fsdp")
 NARROW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
 WIDE = {**NARROW, "bit32_acc_for_bit16_reduce_scatter": True}
-
-
-class Weights(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(11))
-
-    def forward(self, x):
-        return (self.weight * x).sum()
 
 
 def exact_sum(micro_batches):

@@ -118,6 +118,18 @@ class Mlp(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
+class Weights(nn.Module):
+    """One vector, whose gradient is the input."""
+
+    def __init__(self, numel: int = 11) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map ``[numel]`` to a number."""
+        return (self.weight * x).sum()
+
+
 class MlpStack(nn.Module):
     """A stack of :class:`Mlp` blocks without parameters of its own."""
 

@@ -86,8 +86,13 @@ class RaggedShardDTensor(DTensor):
         """Replicates the tensor, or shards it evenly by ``Shard(dim)``, on the same mesh. A collective.
 
         Raises:
-            ValueError: If the mesh differs or a placement is neither ``Replicate``, ``Shard`` nor this tensor's own.
+            ValueError: If the mesh differs, a placement is neither ``Replicate``, ``Shard`` nor this tensor's own, or a
+                dtype is asked for the gradient.
         """
+        if backward_dtype is not None:
+            raise ValueError(
+                f"redistribute: the gradient keeps the tensor's dtype, got backward_dtype={backward_dtype}"
+            )
         if device_mesh is not None and device_mesh != self._spec.mesh:
             raise ValueError(f"redistribute stays on the tensor's mesh {self._spec.mesh}, got {device_mesh}")
         wanted = tuple(placements) if placements is not None else self._spec.placements

@@ -60,7 +60,6 @@ class YaFSDPState(_State):
         self.name = type(modules[0]).__name__
         self.forward_prefetch: list[weakref.ref[YaFSDPState]] | None = None
         self.backward_prefetch: list[weakref.ref[YaFSDPState]] | None = None
-        self.is_root = False
         self._context: YaFSDPStateContext | None = None
         self._kept_from_forward = False
         self._arrivals = ArrivalWatch(self._all_arrived)
@@ -102,7 +101,6 @@ class YaFSDPState(_State):
         comm = YaFSDPCommContext(DeviceRuntime(self.device))
         context = YaFSDPStateContext(states, comm)
         for state in states:
-            state.is_root = state is self
             state._context = context
             state.reshard()
         if self.reshard_by_default:
