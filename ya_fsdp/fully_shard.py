@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ya_fsdp._torch_compat import FSDPModule, get_module_state, insert_module_state
+from ya_fsdp.comm import Backend
 from ya_fsdp.comm.reduction import check_divide_factor
 from ya_fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, ResolvedDtypes
 from ya_fsdp.runtime.build import build_groups, find_params
@@ -32,6 +33,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     shard_alignment: int = ...,
+    backend: Backend | None = ...,
 ) -> M: ...
 
 
@@ -45,6 +47,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     shard_alignment: int = ...,
+    backend: Backend | None = ...,
 ) -> Sequence[M]: ...
 
 
@@ -57,6 +60,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
     shard_alignment: int = 8,
+    backend: Backend | None = None,
 ) -> Any:
     """Shards a module's parameters over the data-parallel ranks, in place.
 
@@ -73,6 +77,7 @@ def fully_shard(
         offload_policy: Where shards live.
         ignored_params: Parameters to leave alone: not sharded, not gathered, not reduced.
         shard_alignment: Parameters and pieces start at multiples of this many elements.
+        backend: Who communicates along the sharding axis; one object for all calls. ``None``: ``torch.distributed``.
 
     Returns:
         The module or modules given, whose classes now also derive from :class:`YaFSDPModule`.
@@ -83,7 +88,7 @@ def fully_shard(
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
     _check_options(reshard_after_forward, offload_policy, mp_policy)
-    shard_mesh = ShardMesh(mesh if mesh is not None else _default_mesh())
+    shard_mesh = ShardMesh(mesh if mesh is not None else _default_mesh(), backend)
     device = _mesh_device(shard_mesh.mesh)
     settings = UnitSettings(reshard_after_forward=reshard_after_forward is not False)
     managed = list(_managed_modules(modules))

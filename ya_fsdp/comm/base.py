@@ -3,10 +3,11 @@
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from ya_fsdp.comm.reduction import Reduction
 
-__all__ = ["Collectives", "Pending"]
+__all__ = ["Backend", "Collectives", "Pending"]
 
 
 class Pending(Protocol):
@@ -26,6 +27,15 @@ class Collectives(Protocol):
 
     rank: int
     world_size: int
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor | None:
+        """Memory that the backend wants gathers to land in (registered or symmetric), or None if any will do.
+
+        It is asked for once per gather buffer, at the same place on every rank, and is kept as long as the buffer.
+
+        Shapes:
+            ``[nbytes]``, of ``torch.uint8``.
+        """
 
     def all_gather(self, output: torch.Tensor, piece: torch.Tensor, *, async_op: bool) -> Pending | None:
         """Gathers every rank's piece into ``output``; ``piece`` may be this rank's part of ``output``.
@@ -48,3 +58,14 @@ class Collectives(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, *, async_op: bool) -> Pending | None:
         """Reduces ``tensor`` in place over ranks."""
+
+
+class Backend(Protocol):
+    """Makes the collectives of a process group; ``fully_shard(..., backend=...)`` takes one."""
+
+    def collectives(self, group: dist.ProcessGroup) -> Collectives:
+        """Collectives over ``group``, along which a unit is sharded. May communicate, and is called on all its ranks.
+
+        Raises:
+            ValueError: If the backend cannot serve the group; the message says why.
+        """

@@ -38,6 +38,10 @@ class ProcessGroupCollectives:
         self.rank = group.rank()
         self.world_size = group.size()
 
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor | None:
+        """See :meth:`ya_fsdp.comm.Collectives.allocate`."""
+        return None
+
     def all_gather(self, output: torch.Tensor, piece: torch.Tensor, *, async_op: bool) -> Pending | None:
         """See :meth:`ya_fsdp.comm.Collectives.all_gather`."""
         if self.world_size == 1:

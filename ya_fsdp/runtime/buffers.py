@@ -24,6 +24,9 @@ class Tenant(Protocol):
     def yield_buffer(self) -> bool:
         """Leaves the buffer if it is not in use; says whether the buffer is free now."""
 
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
+        """Memory that the tenant's collectives insist on, as bytes; None if any will do."""
+
 
 class Buffer:
     """One storage of fixed identity.
@@ -39,6 +42,8 @@ class Buffer:
         self.is_shared = is_shared
         self._runtime = runtime
         self._bytes: torch.Tensor | None = None
+        self._is_lent = False
+        """The memory belongs to a communication backend, so it is kept at its size."""
         self._tenant: weakref.ref[Tenant] | None = None
         self._vacated: Event | None = None
 
@@ -62,7 +67,10 @@ class Buffer:
         self._tenant = weakref.ref(tenant)
         fresh = self._bytes is None or not self.live_nbytes
         if self._bytes is None:
-            self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=self._runtime.device)
+            self._bytes = tenant.allocate(self.nbytes)
+            self._is_lent = self._bytes is not None
+            if self._bytes is None:
+                self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=self._runtime.device)
         elif fresh:
             self._bytes.untyped_storage().resize_(self.nbytes)
         # Fresh memory may still be read by earlier work of the compute stream, which is where it came from.
@@ -71,7 +79,7 @@ class Buffer:
     def vacate(self) -> None:
         """Takes the memory back from its tenant, behind the work that the current stream has been given."""
         self._tenant = None
-        if self.is_shared:
+        if self.is_shared or self._is_lent:
             self._vacated = self._runtime.record()
         else:
             self.free()
@@ -79,7 +87,7 @@ class Buffer:
     def free(self) -> None:
         """Returns the memory to the allocator; views of it stay valid for the next time that it is occupied."""
         assert self._tenant is None
-        if self._bytes is not None:
+        if self._bytes is not None and not self._is_lent:
             self._bytes.untyped_storage().resize_(0)
 
 

@@ -128,5 +128,5 @@ def build_groups(
             params[-1].to_sharded()
             setattr(use.param, _MARK, use.name)
             del use.param
-        groups.append(YaFSDPParamGroup((kind, key), params, layout, shard, mesh, dtypes, settings, phase))
+        groups.append(YaFSDPParamGroup((kind, key, mesh.backend), params, layout, shard, mesh, dtypes, settings, phase))
     return groups

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ya_fsdp._torch_compat import DTensorSpec, Placement, Replicate, TensorMeta
-from ya_fsdp.comm import Collectives, ProcessGroupCollectives
+from ya_fsdp.comm import Backend, Collectives, ProcessGroupCollectives
 from ya_fsdp.ragged import RaggedShard
 
 __all__ = ["ShardMesh"]
@@ -19,12 +19,14 @@ class ShardMesh:
 
     Attributes:
         mesh: The device mesh.
+        backend: Makes the collectives of the sharding axis; None: ``torch.distributed``.
 
     Raises:
         ValueError: If the mesh has neither one nor two axes.
     """
 
     mesh: DeviceMesh
+    backend: Backend | None = None
 
     def __post_init__(self) -> None:
         if self.mesh.ndim not in (1, 2):
@@ -36,7 +38,8 @@ class ShardMesh:
     @cached_property
     def shard(self) -> Collectives:
         """Collectives along the sharding axis."""
-        return ProcessGroupCollectives(self.mesh.get_group(self.mesh.ndim - 1))
+        group = self.mesh.get_group(self.mesh.ndim - 1)
+        return ProcessGroupCollectives(group) if self.backend is None else self.backend.collectives(group)
 
     @cached_property
     def replicate(self) -> Collectives | None:

@@ -191,6 +191,10 @@ class YaFSDPParamGroup:
             self.reshard()
         return self.sharded_state is ShardedState.SHARDED
 
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
+        """Memory that the bucket's collectives want to gather into; see ``Collectives.allocate``."""
+        return self.mesh.shard.allocate(nbytes, self._context.runtime.device)
+
     def _versions(self) -> list[int]:
         return [param.sharded_param._version for param in self.params]
 
