@@ -21,10 +21,10 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo example-sft test lint format clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { sub(/:.*/, "", $$1); printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { sub(/:.*/, "", $$1); printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP)  ## make the environment in .venv (the other targets do it by themselves)
 
@@ -42,6 +42,12 @@ demo: $(STAMP)  ## train a small Llama, sharded, on all GPUs or on two CPU proce
 	$(BIN)/accelerate launch --config_file configs/fsdp_config.yaml --fsdp_ya_fsdp_enabled true \
 		--num_processes "$$processes" $$([ "$$devices" -gt 0 ] || echo --mixed_precision no) \
 		examples/train_clm.py $(ARGS)
+
+example-sft: $(STAMP)  ## fine-tune a real chat model with trl's own script; compare with one process; in runs/smollm2
+	$(BIN)/python -c 'import gguf' 2>/dev/null || $(BIN)/python -m pip install --quiet $(CONSTRAINT) -e '.[gguf]'
+	$(BIN)/python examples/smollm2.py runs/smollm2/model
+	$(BIN)/python examples/docstring_pairs.py runs/smollm2/chats --chat
+	$(BIN)/python examples/compare_sft.py runs/smollm2/model runs/smollm2/chats runs/smollm2 $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check $(LINTED)

@@ -1,15 +1,16 @@
 """Write a small data set for supervised fine-tuning: heads of the standard library's functions and their docstrings.
 
-    python examples/docstring_pairs.py runs/docstrings
+    python examples/docstring_pairs.py runs/docstrings           # a prompt and a completion a line
+    python examples/docstring_pairs.py runs/chats --chat         # a question and an answer a line, as `messages`
 
-The folder gets one file, `train.jsonl`, with a prompt and a completion a line, which `datasets` and trl read as it is.
+The folder gets one file, `train.jsonl`, which `datasets` and trl read as it is.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,17 +32,28 @@ def docstring_pairs(source: str) -> Iterator[tuple[str, str]]:
                 yield f"def {node.name}({ast.unparse(node.args)}):\n", f'    """{docstring[:MAX_COMPLETION]}"""\n'
 
 
+def conversation(prompt: str, completion: str) -> dict[str, list[dict[str, str]]]:
+    """Turn a head and its docstring into a question about the function and the docstring's first paragraph."""
+    summary = " ".join(completion.strip().strip('"').split("\n\n")[0].split())
+    question = f"What does this Python function do?\n\n{prompt.strip()}"
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": summary}]}
+
+
 def main() -> None:
     """Write the file and say how many pairs it has."""
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/docstrings")
-    folder.mkdir(parents=True, exist_ok=True)
+    parser = argparse.ArgumentParser(description="Write functions and their docstrings as training data.")
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/docstrings"), help="where train.jsonl goes")
+    parser.add_argument("--chat", action="store_true", help="conversations instead of prompts and completions")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
     count = 0
-    with (folder / "train.jsonl").open("w", encoding="utf-8") as out:
+    with (args.folder / "train.jsonl").open("w", encoding="utf-8") as out:
         for source in read_texts(standard_library_files(), 4_000_000):
             for prompt, completion in docstring_pairs(source):
-                out.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
+                pair = {"prompt": prompt, "completion": completion}
+                out.write(json.dumps(conversation(**pair) if args.chat else pair) + "\n")
                 count += 1
-    print(f"{count} pairs in {folder / 'train.jsonl'}")
+    print(f"{count} pairs in {args.folder / 'train.jsonl'}")
 
 
 if __name__ == "__main__":
