@@ -3,6 +3,7 @@
 ``fully_shard`` shards a module in place; everything else here configures it or describes what it yields.
 """
 
+from ya_fsdp.comm import HierarchicalBackend, SymmetricMemoryBackend, YCCLBackend
 from ya_fsdp.fully_shard import UnshardHandle, YaFSDPModule, fully_shard
 from ya_fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ya_fsdp.ragged import RaggedShard, RaggedShardDTensor
@@ -27,12 +28,15 @@ from ya_fsdp.state_dict import (
 
 __all__ = [
     "CPUOffloadPolicy",
+    "HierarchicalBackend",
     "MemoryReport",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "RaggedShard",
     "RaggedShardDTensor",
+    "SymmetricMemoryBackend",
     "UnshardHandle",
+    "YCCLBackend",
     "YaFSDPModule",
     "fully_shard",
     "get_full_optimizer_state_dict",

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _symmetric_memory
 from torch.distributed._composable_state import _get_module_state, _insert_module_state, _State
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -29,6 +30,7 @@ __all__ = [
     "queue_backward_callback",
     "reduce_scatter",
     "register_foreach_type",
+    "symmetric_memory",
     "tree_flatten",
     "tree_unflatten",
 ]
@@ -39,6 +41,8 @@ insert_module_state = _insert_module_state
 # torch 2.13 renamed these two and warns about the older names; 2.11 and 2.12 have only the older ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+symmetric_memory: Any = _symmetric_memory
 
 _new_dtensor: Any = getattr(torch.Tensor, "_dtensor__new__", None)
 

@@ -10,12 +10,15 @@ import ya_fsdp
 REPOSITORY = Path(__file__).resolve().parents[2]
 PUBLIC = {
     "CPUOffloadPolicy",
+    "HierarchicalBackend",
     "MemoryReport",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "RaggedShard",
     "RaggedShardDTensor",
+    "SymmetricMemoryBackend",
     "UnshardHandle",
+    "YCCLBackend",
     "YaFSDPModule",
     "fully_shard",
     "get_full_optimizer_state_dict",

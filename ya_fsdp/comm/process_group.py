@@ -10,10 +10,10 @@ from ya_fsdp._torch_compat import all_gather, reduce_scatter
 from ya_fsdp.comm.base import Pending
 from ya_fsdp.comm.reduction import Reduction
 
-__all__ = ["ProcessGroupCollectives"]
+__all__ = ["ProcessGroupCollectives", "Then"]
 
 
-class _Then:
+class Then:
     """A collective with something to do when it has finished."""
 
     def __init__(self, work: Pending, then: Callable[[], None]) -> None:
@@ -78,7 +78,7 @@ class ProcessGroupCollectives:
                 output.div_(self.world_size)
 
         if async_op:
-            return _Then(work, add_up)
+            return Then(work, add_up)
         add_up()
         return None
 
