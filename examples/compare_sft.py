@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2, help="processes of the sharded run")
     parser.add_argument("--rows", type=int, default=4, help="rows in a step, over all processes")
     parser.add_argument("--max_length", type=int, default=96, help="tokens after which a row is cut")
+    parser.add_argument("--lora", action="store_true", help="train adapters instead of the whole model")
     args = parser.parse_args()
     if args.rows % args.processes:
         parser.error(f"--rows {args.rows} cannot be split evenly over --processes {args.processes}")
@@ -59,10 +60,8 @@ def main() -> int:
 
 def sharded(args: argparse.Namespace, on_cpu: bool) -> list[str]:
     """Return the command of the sharded run."""
-    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-    stock = Path(sys.executable).with_name("accelerate")
     return [
-        *([str(stock), "launch"] if stock.exists() else launcher),
+        *(str(Path(sys.executable).with_name("accelerate")), "launch"),
         *("--config_file", str(EXAMPLES.parent / "configs" / "fsdp_config.yaml"), "--fsdp_ya_fsdp_enabled", "true"),
         *("--num_processes", str(args.processes), "--main_process_port", "0", "--mixed_precision", "no"),
         *(["--cpu"] if on_cpu else []),
@@ -84,7 +83,7 @@ def script(args: argparse.Namespace, name: str, rows: int) -> list[str]:
         "max_length": args.max_length,
         "per_device_train_batch_size": rows,
         "max_steps": args.steps,
-        "learning_rate": 5e-5,
+        "learning_rate": 1e-3 if args.lora else 5e-5,
         "bf16": "false",
         "gradient_checkpointing": "false",
         "logging_steps": 1,
@@ -94,7 +93,13 @@ def script(args: argparse.Namespace, name: str, rows: int) -> list[str]:
         "report_to": "none",
         "disable_tqdm": "true",
     }
-    return ["-m", "trl.scripts.sft", *(word for key, value in options.items() for word in (f"--{key}", str(value)))]
+    adapters = ["--use_peft", "--lora_r", "8", "--lora_dropout", "0"] if args.lora else []
+    return [
+        "-m",
+        "trl.scripts.sft",
+        *adapters,
+        *(word for key, value in options.items() for word in (f"--{key}", str(value))),
+    ]
 
 
 def environment() -> dict[str, str]:
