@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accelerate_plugin import guard, report
 from accelerate_plugin.activation import apply_checkpointing
+from accelerate_plugin.finalization import let_gloo_finish
 from accelerate_plugin.keys import SettingsError
 from accelerate_plugin.optimizers import KnownParameters, bind_late, detach
 from accelerate_plugin.rank_zero import RankZeroCopy, check_same_model
@@ -50,6 +51,8 @@ def prepare_model(
     if accelerator.device.type == "cuda" and hasattr(model, "hf_device_map"):
         raise ValueError("the model was loaded with a device_map; load it without one, the engine places each shard")
     check_same_model(model)
+    if accelerator.device.type == "cpu":
+        let_gloo_finish()
     class_name = type(model).__name__
     units = find_units(model, settings)
     if frozen:
