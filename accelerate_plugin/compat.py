@@ -28,7 +28,13 @@ __all__ = [
 ALLOW_UNTESTED = "YA_FSDP_ALLOW_UNTESTED_VERSIONS"
 
 # distribution: first version that is accepted, first version that is not
-TESTED = {"accelerate": ("1.15", "1.16"), "torch": ("2.11", None), "transformers": ("5.24", "6")}
+TESTED = {
+    "accelerate": ("1.15", "1.16"),
+    "torch": ("2.11", None),
+    "transformers": ("5.24", "6"),
+    "trl": ("1.16", "2"),
+    "peft": ("0.21", "1"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +192,10 @@ REPLACEMENTS = (
         "prepare_fsdp",
         "reference:wrap_prepare_fsdp",
         "shards a reference model with torch's engine, gathered as a whole",
+    ),
+    *(
+        Replacement("peft.tuners.tuners_utils", f"BaseTuner.{name}", f"adapters:wrap_{name}", "needs whole layers")
+        for name in ("merge_adapter", "unmerge_adapter")
     ),
 )
 

@@ -28,8 +28,9 @@ does not take, is an error that names it; so is a known value that the engine ca
 _NAMES = """
 ## What is replaced at run time
 
-Nothing of accelerate, transformers or trl is changed on disk. When the engine is asked for, these names are replaced as
-their modules are imported; each replacement calls the original for anything that the engine does not manage.
+Nothing of accelerate, transformers, trl or peft is changed on disk. When the engine is asked for, these names are
+replaced as their modules are imported; each replacement calls the original for anything that the engine does not
+manage.
 
 | module | name | why |
 |---|---|---|
@@ -46,7 +47,7 @@ def render() -> str:
         "",
         "## Versions",
         "",
-        "Outside of these the start stops with a message; `YA_FSDP_ALLOW_UNTESTED_VERSIONS=1` goes on regardless.",
+        "Packages that are installed in other versions stop the start with a message; `YA_FSDP_ALLOW_UNTESTED_VERSIONS=1` goes on regardless.",
         "",
         "| package | from | to |",
         "|---|---|---|",
