@@ -25,6 +25,7 @@ from ya_fsdp.state_dict import (
     parameter_names,
     save_sharded_checkpoint,
 )
+from ya_fsdp.wrapper import YaFSDP
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -37,6 +38,7 @@ __all__ = [
     "SymmetricMemoryBackend",
     "UnshardHandle",
     "YCCLBackend",
+    "YaFSDP",
     "YaFSDPModule",
     "fully_shard",
     "get_full_optimizer_state_dict",

@@ -19,6 +19,7 @@ PUBLIC = {
     "SymmetricMemoryBackend",
     "UnshardHandle",
     "YCCLBackend",
+    "YaFSDP",
     "YaFSDPModule",
     "fully_shard",
     "get_full_optimizer_state_dict",
