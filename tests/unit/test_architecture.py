@@ -18,6 +18,7 @@ LAYERS = [
     "ragged",
     "comm",
     "runtime",
+    "module",
     "fully_shard",
     "state_dict",
     "report",
