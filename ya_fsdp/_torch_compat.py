@@ -6,15 +6,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 from torch.distributed._composable_state import _get_module_state, _insert_module_state, _State
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_utils_types
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
+    "AsyncCollectiveTensor",
     "DTensor",
     "DTensorSpec",
     "FSDPModule",
@@ -24,6 +28,8 @@ __all__ = [
     "TensorMeta",
     "_State",
     "all_gather",
+    "compute_local_shape_and_global_offset",
+    "concatenate_meshes",
     "get_module_state",
     "insert_module_state",
     "make_wrapper",
@@ -52,6 +58,15 @@ def make_wrapper(cls: type[DTensor], local: torch.Tensor, spec: DTensorSpec, *, 
     if _new_dtensor is None:
         return DTensor.__new__(cls, local, spec, requires_grad=requires_grad)
     return _new_dtensor(cls, local, spec, requires_grad=requires_grad)
+
+
+def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """The mesh with the axes of both, which must be slices of one mesh.
+
+    Raises:
+        RuntimeError: If they are not.
+    """
+    return DeviceMesh._concatenate([first, second])
 
 
 def register_foreach_type(cls: type[torch.Tensor]) -> None:

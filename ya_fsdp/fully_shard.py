@@ -1,6 +1,6 @@
 """``fully_shard``: shards a module in place."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -33,6 +33,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = ...,
     shard_alignment: int = ...,
     backend: Backend | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
 ) -> M: ...
 
 
@@ -47,6 +48,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = ...,
     shard_alignment: int = ...,
     backend: Backend | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
 ) -> Sequence[M]: ...
 
 
@@ -60,6 +62,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     shard_alignment: int = 8,
     backend: Backend | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
 ) -> Any:
     """Shards a module's parameters over the data-parallel ranks, in place.
 
@@ -77,6 +80,8 @@ def fully_shard(
         ignored_params: Parameters to leave alone: not sharded, not gathered, not reduced.
         shard_alignment: Parameters and pieces start at multiples of this many elements.
         backend: Who communicates along the sharding axis; one object for all calls. ``None``: ``torch.distributed``.
+        shard_placement_fn: As PyTorch's: called with each parameter; a ``ShardPlacementResult`` chooses the parameter's
+            mesh. A ``Shard(dim)`` changes nothing, since slices of the flattened elements have no dimension.
 
     Returns:
         The module or modules given, whose classes now also derive from :class:`YaFSDPModule`.
@@ -97,7 +102,7 @@ def fully_shard(
     state.groups = build_groups(
         uses,
         kind=type(modules[0]).__qualname__,
-        mesh=shard_mesh,
+        mesh_of=_mesh_chooser(shard_mesh, shard_placement_fn),
         policy=mp_policy,
         alignment=shard_alignment,
         device=device,
@@ -167,6 +172,20 @@ def _default_mesh() -> DeviceMesh:
         )
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
+
+
+def _mesh_chooser(default: ShardMesh, choose: Callable[[nn.Parameter], Any] | None) -> Callable[[Any], ShardMesh]:
+    meshes = {default.mesh: default}
+
+    def mesh_of(param: nn.Parameter) -> ShardMesh:
+        info = getattr(choose(param) if choose is not None else None, "mesh_info", None)
+        if info is None:
+            return default
+        if info.mesh.device_type != default.mesh.device_type:
+            raise ValueError(f"shard_placement_fn: expected a mesh of {default.mesh.device_type}, got {info.mesh}")
+        return meshes.setdefault(info.mesh, ShardMesh(info.mesh, default.backend))
+
+    return mesh_of
 
 
 def _mesh_device(mesh: DeviceMesh) -> torch.device:

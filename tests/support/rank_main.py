@@ -96,3 +96,13 @@ def _clean_up() -> None:
     torch.set_default_dtype(torch.float32)
     with contextlib.suppress(AssertionError, ValueError):  # the job may have destroyed the group itself
         dist.destroy_process_group()
+    _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Empties what torch remembers of DTensor operators: it holds meshes, whose process groups are gone now."""
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _redistribute._gen_transform_infos.cache_clear()
+    _clear_sharding_prop_cache()

@@ -35,6 +35,10 @@ class Box:
         """Number of elements."""
         return prod(self.sizes)
 
+    def moved(self, corner: Sequence[int]) -> "Box":
+        """The same box in a tensor of which the one it was cut from is a block that starts at ``corner``."""
+        return Box(tuple(a + b for a, b in zip(self.offsets, corner, strict=True)), self.sizes, self.start)
+
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """Cuts the flat range ``[start, stop)`` of a tensor into boxes, in flat order.

@@ -12,17 +12,17 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from ya_fsdp._torch_compat import DTensorSpec
 from ya_fsdp.layout.boxes import Box, boxes
-from ya_fsdp.ragged.convert import local_range
+from ya_fsdp.ragged.convert import block_of, local_range
 
 __all__ = ["chunk_list", "local_boxes", "tensor_shard", "write_items"]
 
 
 def local_boxes(spec: DTensorSpec) -> tuple[Box, ...]:
     """Boxes of this rank's slice; an empty tensor is one empty box, so that it is not missing from a checkpoint."""
-    mine, shape = local_range(spec), tuple(spec.shape)
+    mine, (shape, corner) = local_range(spec), block_of(spec)
     if not spec.shape.numel():
         return (Box((0,) * len(shape), shape, 0),)
-    return boxes(shape, mine.param_offset, mine.param_offset + mine.numel)
+    return tuple(box.moved(corner) for box in boxes(shape, mine.param_offset, mine.param_offset + mine.numel))
 
 
 def write_items(name: str, local: torch.Tensor, spec: DTensorSpec) -> list[WriteItem]:

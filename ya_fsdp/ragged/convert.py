@@ -1,29 +1,67 @@
-"""From a rank's slice to the full tensor and back, on plain tensors."""
+"""From a rank's slice to the full tensor and back, on plain tensors.
+
+A parameter that model parallelism (tensor or expert parallel) has cut already has ``Shard`` placements beside the
+``RaggedShard``: what lies in the flat buffer, and is cut raggedly, is the rank's *block* of the tensor. Without such a
+placement the block is the whole tensor.
+"""
 
 import torch
 import torch.distributed as dist
 
-from ya_fsdp._torch_compat import DTensorSpec, Replicate, TensorMeta, all_gather, reduce_scatter
+from ya_fsdp._torch_compat import (
+    DTensor,
+    DTensorSpec,
+    Replicate,
+    Shard,
+    TensorMeta,
+    all_gather,
+    compute_local_shape_and_global_offset,
+    reduce_scatter,
+)
 from ya_fsdp.layout import LocalSlice
 from ya_fsdp.ragged.placement import ragged_axis
 
-__all__ = ["gather_full", "local_range", "scatter_mean", "slice_full", "spec_like"]
+__all__ = ["block_of", "gather_full", "local_range", "scatter_mean", "sharded_axes", "slice_full", "spec_like"]
+
+
+def sharded_axes(spec: DTensorSpec) -> tuple[int, ...]:
+    """Mesh axes whose ranks hold different elements of the tensor."""
+    return tuple(i for i, placement in enumerate(spec.placements) if not isinstance(placement, Replicate))
+
+
+def block_of(spec: DTensorSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of this rank's block, and where it starts in the full tensor."""
+    if len(spec.placements) == 1 or not any(isinstance(placement, Shard) for placement in spec.placements):
+        return tuple(spec.shape), (0,) * len(spec.shape)
+    shape, offset = compute_local_shape_and_global_offset(spec.shape, spec.mesh, _without_ragged(spec))
+    return tuple(shape), tuple(offset)
 
 
 def local_range(spec: DTensorSpec) -> LocalSlice:
-    """This rank's slice of the tensor that ``spec`` describes."""
+    """This rank's slice of its block of the tensor that ``spec`` describes."""
     axis, placement = ragged_axis(spec)
-    return placement.slice_of(spec.shape.numel(), spec.mesh.get_local_rank(axis))
+    return placement.slice_of(torch.Size(block_of(spec)[0]).numel(), spec.mesh.get_local_rank(axis))
 
 
 def slice_full(full: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """This rank's slice of a full tensor, flattened; a view where the full tensor is contiguous.
+    """This rank's slice of a full tensor, flattened; a view where the block is contiguous.
 
     Shapes:
         full: the tensor's shape. Result: ``[local numel]``.
     """
     mine = local_range(spec)
-    return full.reshape(-1)[mine.param_offset : mine.param_offset + mine.numel]
+    return _cut_block(full, spec).reshape(-1)[mine.param_offset : mine.param_offset + mine.numel]
+
+
+def _cut_block(full: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    for dim, (size, start) in enumerate(zip(*block_of(spec), strict=True)):
+        if size != full.shape[dim]:
+            full = full.narrow(dim, start, size)
+    return full
+
+
+def _without_ragged(spec: DTensorSpec) -> tuple[Shard | Replicate, ...]:
+    return tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
 
 
 def spec_like(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
@@ -35,7 +73,7 @@ def spec_like(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 
 def gather_full(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """Gathers the full tensor on every rank of the sharding axis. A collective.
+    """Gathers the full tensor on every rank. A collective.
 
     A tensor that lies on one rank is broadcast; otherwise slices are padded to the longest, since not every backend
     gathers uneven pieces.
@@ -43,8 +81,19 @@ def gather_full(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     Shapes:
         local: ``[local numel]``. Result: the full shape, contiguous.
     """
+    shape = block_of(spec)[0]
+    block = _gather_block(local, spec, torch.Size(shape))
+    if shape == tuple(spec.shape):
+        return block
+    stride = _contiguous_stride(spec.shape)
+    placements = _without_ragged(spec)
+    whole = DTensor.from_local(block, spec.mesh, placements, run_check=False, shape=spec.shape, stride=stride)
+    return whole.full_tensor()
+
+
+def _gather_block(local: torch.Tensor, spec: DTensorSpec, shape: torch.Size) -> torch.Tensor:
     axis, placement = ragged_axis(spec)
-    shape, numel = spec.shape, spec.shape.numel()
+    numel = shape.numel()
     group, world_size = spec.mesh.get_group(axis), spec.mesh.size(axis)
     owners = placement.owners(numel)
     if world_size == 1:
@@ -65,15 +114,17 @@ def gather_full(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 
 def scatter_mean(full: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """Averages full tensors over all ranks of the mesh and returns this rank's slice. A collective.
+    """Averages full tensors over the data-parallel ranks and returns this rank's slice. A collective.
+
+    Ranks that hold different blocks of one tensor are expected to pass equal values.
 
     Shapes:
         full: the tensor's shape, one per rank. Result: ``[local numel]``.
     """
     axis, placement = ragged_axis(spec)
     mine = local_range(spec)
-    numel, world_size = spec.shape.numel(), spec.mesh.size(axis)
-    flat = full.reshape(-1)
+    flat = _cut_block(full, spec).reshape(-1)
+    numel, world_size = flat.numel(), spec.mesh.size(axis)
     pieces = [placement.slice_of(numel, rank) for rank in range(world_size)]
     longest = max(piece.numel for piece in pieces)
     staging = flat.new_zeros(world_size, longest)
@@ -84,10 +135,12 @@ def scatter_mean(full: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
         reduced.copy_(staging[0])
     else:
         reduce_scatter(reduced, staging.view(-1), group=spec.mesh.get_group(axis))
+    num_ranks = world_size
     for other, kind in enumerate(spec.placements):
-        if other != axis and isinstance(kind, Replicate):
+        if other < axis and isinstance(kind, Replicate):  # axes behind the ragged one are of model parallelism
             dist.all_reduce(reduced, group=spec.mesh.get_group(other))
-    return reduced[: mine.numel].div_(spec.mesh.size())
+            num_ranks *= spec.mesh.size(other)
+    return reduced[: mine.numel].div_(num_ranks)
 
 
 def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from ya_fsdp._torch_compat import DTensor, DTensorSpec
-from ya_fsdp.ragged.convert import gather_full, slice_full, spec_like
+from ya_fsdp.ragged.convert import gather_full, sharded_axes, slice_full, spec_like
 from ya_fsdp.ragged.dtensor import RaggedShardDTensor
-from ya_fsdp.ragged.placement import ragged_axis
 from ya_fsdp.ragged.reductions import all_reduce
 from ya_fsdp.ragged.table import Handler, refusal, register, register_fallback
 
@@ -175,9 +174,9 @@ def on_lists(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _unscale(func: Any, args: Args, kwargs: Kwargs) -> None:
     """Unscales gradients; an overflow on one rank is known to all of them, so that all skip the step."""
     func(_unwrap_list(args[0]), *args[1:], **kwargs)
-    specs = {(t._spec.mesh, ragged_axis(t._spec)[0]): t._spec for t in args[0] if type(t) is RaggedShardDTensor}
+    specs = {(t._spec.mesh, sharded_axes(t._spec)): t._spec for t in args[0] if type(t) is RaggedShardDTensor}
     for spec in specs.values():
-        all_reduce(args[1], spec, dist.ReduceOp.MAX)
+        args[1].copy_(all_reduce(args[1], spec, dist.ReduceOp.MAX))
 
 
 @register_fallback

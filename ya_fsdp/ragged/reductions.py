@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from ya_fsdp._torch_compat import DTensorSpec
 from ya_fsdp.layout.boxes import boxes
-from ya_fsdp.ragged.convert import local_range
+from ya_fsdp.ragged.convert import block_of, local_range, sharded_axes
 from ya_fsdp.ragged.dtensor import RaggedShardDTensor
-from ya_fsdp.ragged.placement import ragged_axis
 from ya_fsdp.ragged.table import refusal, register
 
 __all__ = ["all_reduce"]
@@ -25,11 +24,14 @@ INF = float("inf")
 
 
 def all_reduce(local: torch.Tensor, spec: DTensorSpec, op: Any) -> torch.Tensor:
-    """Reduces in place over the ranks that share a tensor."""
-    axis, _ = ragged_axis(spec)
-    if spec.mesh.size(axis) > 1:
-        dist.all_reduce(local, op=op, group=spec.mesh.get_group(axis))
-    return local
+    """Reduces in place over the ranks that hold different parts of a tensor."""
+    here = local.device
+    if here.type != spec.mesh.device_type:  # shards in host memory: the collective runs where the mesh is
+        local = local.to(spec.mesh.device_type)
+    for axis in sharded_axes(spec):
+        if spec.mesh.size(axis) > 1:
+            dist.all_reduce(local, op=op, group=spec.mesh.get_group(axis))
+    return local.to(here)
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
@@ -71,7 +73,7 @@ def _foreach_norm(func: Any, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
     groups: dict[Any, list[int]] = {}
     for index, tensor in enumerate(args[0]):
         if type(tensor) is RaggedShardDTensor:
-            groups.setdefault((tensor._spec.mesh, len(tensor._spec.placements)), []).append(index)
+            groups.setdefault((tensor._spec.mesh, sharded_axes(tensor._spec)), []).append(index)
         else:
             results[index] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
     for members in groups.values():
@@ -186,10 +188,11 @@ def _covers_all(tensor: torch.Tensor, dims: Any) -> bool:
 def _along(tensor: RaggedShardDTensor, dims: Any, reduce_box: Any, dtype: torch.dtype | None) -> torch.Tensor:
     """Sums what ``reduce_box`` makes of each box of the slice. Shapes: result as the full tensor, reduced dims gone."""
     spec, local = tensor._spec, tensor._local_tensor
-    mine, reduced = local_range(spec), _dims(tensor, dims)
+    mine, (shape, corner), reduced = local_range(spec), block_of(spec), _dims(tensor, dims)
     kept = [dim for dim in range(tensor.dim()) if dim not in reduced]
     total = local.new_zeros([spec.shape[dim] for dim in kept], dtype=dtype or local.dtype)
-    for box in boxes(tuple(spec.shape), mine.param_offset, mine.param_offset + mine.numel):
+    for inner in boxes(shape, mine.param_offset, mine.param_offset + mine.numel):
+        box = inner.moved(corner)
         part = local[box.start : box.start + box.numel].view(box.sizes)
         place = tuple(slice(box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for dim in kept)
         total[place].add_(reduce_box(part, list(reduced)))

@@ -4,20 +4,20 @@ No full-size copy is made: every rank copies its slice of each parameter into th
 let go of the original before the next one is touched.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ya_fsdp._torch_compat import DTensor
-from ya_fsdp.layout import ParamSpec, plan_contiguous
+from ya_fsdp._torch_compat import DTensor, Replicate, Shard
+from ya_fsdp.layout import LocalSlice, ParamSpan, ParamSpec, plan_contiguous
 from ya_fsdp.layout.planner import aligned_elements
 from ya_fsdp.policy import MixedPrecisionPolicy, ResolvedDtypes
 from ya_fsdp.ragged import RaggedShardDTensor
 from ya_fsdp.runtime.mesh import ShardMesh
-from ya_fsdp.runtime.param import ParamSite, YaFSDPParam
+from ya_fsdp.runtime.param import ParamSite, YaFSDPParam, local_part
 from ya_fsdp.runtime.param_group import YaFSDPParamGroup
 from ya_fsdp.runtime.settings import UnitPhase, UnitSettings
 
@@ -67,11 +67,12 @@ def _check(name: str, param: Any) -> None:
         )
     if isinstance(param, RaggedShardDTensor):
         raise ValueError(f"{name} is sharded already; do not call fully_shard on a module twice")
-    if isinstance(param, DTensor):
+    if isinstance(param, DTensor) and any(type(p) not in (Shard, Replicate) for p in param.placements):
         raise ValueError(
-            f"{name} is a DTensor placed as {param.placements}; this version shards plain tensors only. Apply "
-            f"fully_shard to the plain module, or pass the parameter in ignored_params."
+            f"{name} is a DTensor placed as {param.placements}; only Shard and Replicate can be sharded further. "
+            f"Redistribute it, or pass it in ignored_params."
         )
+    param = local_part(param)
     if param.layout is not torch.strided:
         raise ValueError(f"{name} has layout {param.layout}; only dense (strided) parameters can be sharded")
     if is_traceable_wrapper_subclass(param):
@@ -85,48 +86,63 @@ def build_groups(
     uses: Sequence[ParamUse],
     *,
     kind: Hashable,
-    mesh: ShardMesh,
+    mesh_of: Callable[[nn.Parameter], ShardMesh],
     policy: MixedPrecisionPolicy,
     alignment: int,
     device: torch.device,
     settings: UnitSettings,
     phase: UnitPhase,
 ) -> list[YaFSDPParamGroup]:
-    """Sorts parameters into buckets by dtype and ``requires_grad`` and shards them.
+    """Sorts parameters into buckets by mesh, dtype and ``requires_grad`` and shards them.
 
     Args:
         uses: The unit's parameters.
         kind: Equal for units that are repetitions of one another.
-        mesh: Mesh to shard over.
+        mesh_of: Mesh to shard a parameter over.
         policy: Dtypes.
         alignment: Elements at whose multiples parameters and pieces start.
         device: Where shards live.
         settings: The unit's switches.
         phase: The unit's place in its step.
     """
-    buckets: dict[tuple[ResolvedDtypes, bool, bool], list[ParamUse]] = {}
+    buckets: dict[tuple[ShardMesh, ResolvedDtypes, bool, bool], list[ParamUse]] = {}
     for use in uses:
         dtypes = ResolvedDtypes.resolve(use.param.dtype, policy)
-        buckets.setdefault((dtypes, use.param.requires_grad, use.param.is_meta), []).append(use)
+        key = (mesh_of(use.param), dtypes, use.param.requires_grad, use.param.is_meta)
+        buckets.setdefault(key, []).append(use)
     groups = []
-    for key, members in buckets.items():
-        dtypes, _, is_meta = key
+    for (mesh, dtypes, requires_grad, is_meta), members in buckets.items():
         itemsizes = (dtypes.master.itemsize, dtypes.compute.itemsize, dtypes.reduce.itemsize)
-        specs = [ParamSpec(use.name, tuple(use.param.shape)) for use in members]
+        specs = [ParamSpec(use.name, tuple(local_part(use.param).shape)) for use in members]
         layout = plan_contiguous(specs, mesh.shard.world_size, aligned_elements(alignment, *itemsizes))
         target = torch.device("meta") if is_meta else device
         shard = torch.zeros(layout.shard_numel, dtype=dtypes.master, device=target)
-        params = []
-        for use, span, mine in zip(members, layout.spans, layout.local_slices(mesh.shard.rank), strict=True):
-            local = shard[mine.shard_offset : mine.shard_offset + mine.numel]
-            spec = mesh.spec(span.start, layout.shard_numel, use.param.shape, dtypes.master)
-            if not is_meta:
-                flat = use.param.detach().reshape(-1)
-                local.copy_(flat[mine.param_offset : mine.param_offset + mine.numel])
-            sharded = nn.Parameter(RaggedShardDTensor.wrap(local, spec), requires_grad=use.param.requires_grad)
-            params.append(YaFSDPParam(use.name, use.sites, use.param, span, sharded))
-            params[-1].to_sharded()
-            setattr(use.param, _MARK, use.name)
-            del use.param
-        groups.append(YaFSDPParamGroup((kind, key, mesh.backend), params, layout, shard, mesh, dtypes, settings, phase))
+        slices = layout.local_slices(mesh.shard.rank)
+        params = [
+            _shard(use, span, shard, mine, mesh) for use, span, mine in zip(members, layout.spans, slices, strict=True)
+        ]
+        name = (kind, mesh, dtypes, requires_grad, is_meta)
+        groups.append(YaFSDPParamGroup(name, params, layout, shard, mesh, dtypes, settings, phase))
     return groups
+
+
+def _shard(use: ParamUse, span: ParamSpan, shard: torch.Tensor, mine: LocalSlice, mesh: ShardMesh) -> YaFSDPParam:
+    """Copies this rank's slice of a parameter into the shard and lets go of the parameter."""
+    local = shard[mine.shard_offset : mine.shard_offset + mine.numel]
+    parallel = use.param._spec if isinstance(use.param, DTensor) else None
+    try:
+        spec = mesh.spec(span.start, shard.numel(), use.param.shape, shard.dtype, parallel)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{use.name} is a DTensor on {use.param._spec.mesh}, which cannot be joined with {mesh.mesh}, over which "  # type: ignore[attr-defined]
+            f"it is to be sharded: make both of them slices of one DeviceMesh with named axes"
+        ) from error
+    if not shard.is_meta:
+        flat = local_part(use.param.detach()).reshape(-1)
+        local.copy_(flat[mine.param_offset : mine.param_offset + mine.numel])
+    sharded = nn.Parameter(RaggedShardDTensor.wrap(local, spec), requires_grad=use.param.requires_grad)
+    param = YaFSDPParam(use.name, use.sites, use.param, span, sharded)
+    param.to_sharded()
+    setattr(use.param, _MARK, use.name)
+    del use.param
+    return param

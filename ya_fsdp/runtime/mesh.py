@@ -1,12 +1,12 @@
 """The mesh that parameters are sharded over, and what each of its axes is for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ya_fsdp._torch_compat import DTensorSpec, Placement, Replicate, TensorMeta
+from ya_fsdp._torch_compat import DTensorSpec, Placement, Replicate, TensorMeta, concatenate_meshes
 from ya_fsdp.comm import Backend, Collectives, ProcessGroupCollectives
 from ya_fsdp.ragged import RaggedShard
 
@@ -27,6 +27,7 @@ class ShardMesh:
 
     mesh: DeviceMesh
     backend: Backend | None = None
+    _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.mesh.ndim not in (1, 2):
@@ -51,10 +52,38 @@ class ShardMesh:
         """Ranks whose gradients are averaged."""
         return int(self.mesh.size())
 
-    def spec(self, start: int, shard_numel: int, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-        """DTensor spec of a parameter that starts at ``start`` of a bucket."""
+    def spec(
+        self,
+        start: int,
+        shard_numel: int,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        parallel: DTensorSpec | None = None,
+    ) -> DTensorSpec:
+        """DTensor spec of a parameter that starts at ``start`` of a bucket.
+
+        Args:
+            start: First element in the bucket.
+            shard_numel: Elements of the bucket per rank.
+            shape: Shape of the full parameter.
+            dtype: Dtype of the shard.
+            parallel: How model parallelism has cut the parameter before; its mesh becomes the last axes.
+
+        Raises:
+            RuntimeError: If the meshes are not slices of one mesh.
+        """
         stride = torch.empty(shape, device="meta").stride()
-        placements: tuple[Placement, ...] = (RaggedShard(start, shard_numel),)
-        if self.mesh.ndim == 2:
-            placements = (Replicate(), *placements)
-        return DTensorSpec(self.mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+        mesh, placements = self.mesh, self.placements(start, shard_numel)
+        if parallel is not None:
+            mesh, placements = self._joined_with(parallel.mesh), (*placements, *parallel.placements)
+        return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+    def placements(self, start: int, shard_numel: int) -> tuple[Placement, ...]:
+        """Placements on this mesh of a tensor that starts at ``start`` of a bucket."""
+        shard = RaggedShard(start, shard_numel)
+        return (Replicate(), shard) if self.mesh.ndim == 2 else (shard,)
+
+    def _joined_with(self, other: DeviceMesh) -> DeviceMesh:
+        if other not in self._joined:
+            self._joined[other] = concatenate_meshes(self.mesh, other)
+        return self._joined[other]

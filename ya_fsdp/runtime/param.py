@@ -7,10 +7,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ya_fsdp._torch_compat import DTensor, make_wrapper
 from ya_fsdp.layout import ParamSpan
 from ya_fsdp.ragged import RaggedShardDTensor
 
-__all__ = ["ParamSite", "ParamSwitch", "YaFSDPParam"]
+__all__ = ["ParamSite", "ParamSwitch", "YaFSDPParam", "local_part"]
 
 
 class ParamSite:
@@ -45,26 +46,33 @@ class ParamSite:
             setattr(module, self.name, param)
 
 
+def local_part(param: torch.Tensor) -> torch.Tensor:
+    """What a rank has of a parameter before it is sharded: all of it, or its block of a DTensor."""
+    return param._local_tensor if isinstance(param, DTensor) else param
+
+
 class YaFSDPParam:
     """One parameter of a bucket.
 
     Attributes:
         name: Full name in the root module.
         sites: Where the parameter is registered.
-        shape: Shape of the full parameter.
+        shape: Shape of the unsharded parameter on this rank.
+        parallel: How model parallelism has cut the parameter; None: it has not, and ``shape`` is the full shape.
         span: Its range in the bucket's flat buffer.
         sharded_param: This rank's slice, a ``RaggedShardDTensor``; what the optimizer holds.
         unsharded_param: The full parameter, a view of the gather buffer; None before the first gather.
     """
 
-    __slots__ = ("attributes", "name", "shape", "sharded_param", "sites", "span", "unsharded_param")
+    __slots__ = ("attributes", "name", "parallel", "shape", "sharded_param", "sites", "span", "unsharded_param")
 
     def __init__(
         self, name: str, sites: list[ParamSite], param: nn.Parameter, span: ParamSpan, sharded_param: nn.Parameter
     ) -> None:
         self.name = name
         self.sites = sites
-        self.shape = param.shape
+        self.parallel = param._spec if isinstance(param, DTensor) else None
+        self.shape = local_part(param).shape
         self.span = span
         self.attributes: dict[str, Any] = dict(param.__dict__)  # what libraries attach to parameters goes along
         self.sharded_param = sharded_param
@@ -91,6 +99,8 @@ class YaFSDPParam:
         # .data gives the view a version counter of its own, so that the next gather's write does not look like an
         # in-place change of what autograd saved.
         view = full.view(self.shape).data
+        if self.parallel is not None:
+            view = make_wrapper(DTensor, view, self.parallel)
         self.unsharded_param = nn.Parameter(view, requires_grad=self.sharded_param.requires_grad)
         self.unsharded_param.__dict__.update(self.attributes)
 

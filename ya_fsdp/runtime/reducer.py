@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
+from ya_fsdp._torch_compat import AsyncCollectiveTensor, DTensor
 from ya_fsdp.comm import Reduction, plan_reduction
 from ya_fsdp.layout import FlatLayout
 from ya_fsdp.policy import ResolvedDtypes
@@ -18,6 +20,13 @@ __all__ = ["MAX_STAGING_BYTES", "GradientReducer"]
 
 MAX_STAGING_BYTES = 256 * 2**20
 """A bucket whose reduction input is larger is reduced in column chunks of half this size, two in flight."""
+
+
+def _local_gradient(grad: DTensor, param: nn.Parameter) -> torch.Tensor:
+    """The gradient of a rank's block of a DTensor; partial sums over model-parallel ranks are added up first."""
+    with torch.no_grad():
+        local = grad.redistribute(placements=param._spec.placements).to_local()  # type: ignore[attr-defined]
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 class GradientReducer:
@@ -102,6 +111,8 @@ class GradientReducer:
             if full is not None and grad is not None:
                 full.grad = None
                 self._contributed[index] = True
+                if isinstance(grad, DTensor):
+                    grad = _local_gradient(grad, full)
                 if grad.is_sparse:
                     raise RuntimeError(
                         f"{param.name}: got a sparse gradient, which cannot be reduced into shards; build the "
