@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ya_fsdp.runtime.compiler import untraced
 from ya_fsdp.runtime.hooks import on_gradient
 
 __all__ = ["ArrivalWatch"]
@@ -36,6 +37,7 @@ class ArrivalWatch:
         self.stop()
         this = weakref.ref(self)
 
+        @untraced
         def arrived(_: torch.Tensor) -> None:
             watch = this()
             if watch is not None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ya_fsdp._torch_compat import tree_flatten, tree_unflatten
+from ya_fsdp.runtime.compiler import untraced
 
 __all__ = ["PostBackward", "RegisterPostBackwardFunction", "UnitHooks", "on_gradient", "watch_inputs", "watch_outputs"]
 
@@ -32,6 +33,7 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
         return inputs
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # noqa: D102
         ctx.param_group.post_backward()
         return (None, *grads)
@@ -133,6 +135,7 @@ class UnitHooks:
         self._waiting.clear()
         return was_entered
 
+    @untraced
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._num_modules > 1:
             if self._waiting:
@@ -140,6 +143,7 @@ class UnitHooks:
             self._waiting.update(range(self._num_modules))
         return self._unit._pre_forward(module, args, kwargs)
 
+    @untraced
     def _leave(self, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if output is None and sys.exc_info()[1] is not None:  # torch calls the hook because the forward raised
             return self._unit._forward_failed()

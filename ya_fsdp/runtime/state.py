@@ -19,6 +19,7 @@ from ya_fsdp.policy import MixedPrecisionPolicy
 from ya_fsdp.runtime.arrivals import ArrivalWatch
 from ya_fsdp.runtime.cast import cast_floating, move_to_device
 from ya_fsdp.runtime.comm_context import YaFSDPCommContext
+from ya_fsdp.runtime.compiler import untraced
 from ya_fsdp.runtime.contributions import resolve_missing
 from ya_fsdp.runtime.device import DeviceRuntime
 from ya_fsdp.runtime.hooks import UnitHooks, watch_outputs
@@ -260,6 +261,7 @@ class YaFSDPState(_State):
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
+    @untraced
     def _pre_backward(self, graph: ForwardGraph, grad: torch.Tensor) -> torch.Tensor:
         context = self.context
         graph.has_run = True
@@ -283,6 +285,7 @@ class YaFSDPState(_State):
         for group in self.groups:
             group.wait_for_gather()
 
+    @untraced
     def _root_post_backward_final_callback(self) -> None:
         """Ends a backward for all units: late reductions, missing gradients, memory."""
         context = self.context
