@@ -196,7 +196,7 @@ def refuse() -> None:
     experts = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     module = nn.Linear(4, 4, bias=False)
     module.weight = nn.Parameter(distribute_tensor(module.weight.data, experts, [Shard(0)]))
-    with pytest.raises(ValueError, match="weight is a DTensor on .* slices of one DeviceMesh"):
+    with pytest.raises(ValueError, match=r"weight is a DTensor on .* slices of one DeviceMesh"):
         fully_shard(module, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))["b"])
 
 
