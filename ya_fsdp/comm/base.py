@@ -61,7 +61,7 @@ class Collectives(Protocol):
 
 
 class Backend(Protocol):
-    """Makes the collectives of a process group; ``fully_shard(..., backend=...)`` takes one."""
+    """Makes the collectives of a process group; ``fully_shard(..., backend=...)`` takes one. Must be hashable."""
 
     def collectives(self, group: dist.ProcessGroup) -> Collectives:
         """Collectives over ``group``, along which a unit is sharded. May communicate, and is called on all its ranks.
