@@ -49,10 +49,12 @@ example-sft: $(STAMP)  ## fine-tune a real chat model with trl's own script; com
 	$(BIN)/python examples/docstring_pairs.py runs/smollm2/chats --chat
 	$(BIN)/python examples/compare_sft.py runs/smollm2/model runs/smollm2/chats runs/smollm2 $(ARGS)
 
-lint: $(STAMP)  ## ruff and mypy
+lint: $(STAMP)  ## ruff, mypy, hadolint and shellcheck
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/mypy
+	$(BIN)/hadolint docker/Dockerfile
+	$(BIN)/shellcheck docker/build.sh .ci/run
 
 # Each test has its own limit (pyproject.toml); the session limit holds for all of them together, in seconds.
 test: lint  ## ruff, mypy, then all tests
