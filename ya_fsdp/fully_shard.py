@@ -74,9 +74,11 @@ def fully_shard(
         mesh: 1-D mesh to shard over, or 2-D to shard over its second axis and replicate over its first. ``None``: all
             ranks of the default process group.
         reshard_after_forward: ``True`` frees the full parameters after the forward and gathers them again for the
-            backward; ``False`` keeps them; ``None`` is ``False`` for the root and ``True`` below it.
+            backward; ``False`` keeps them; ``None`` is ``False`` for the root and ``True`` below it. A number of ranks
+            lets so many neighbours hold the parameters together until the backward, which gathers among them only.
         mp_policy: Dtypes of compute, reduction and output.
-        offload_policy: Where shards live.
+        offload_policy: Where shards, gradients and optimizer state live; :class:`CPUOffloadPolicy` keeps them in host
+            memory, and the optimizer steps there.
         ignored_params: Parameters to leave alone: not sharded, not gathered, not reduced.
         shard_alignment: Parameters and pieces start at multiples of this many elements.
         backend: Who communicates along the sharding axis; one object for all calls. ``None``: ``torch.distributed``.
@@ -91,10 +93,10 @@ def fully_shard(
     """
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
-    _check_options(reshard_after_forward, offload_policy, mp_policy)
+    _check_options(offload_policy, mp_policy)
     shard_mesh = ShardMesh(mesh if mesh is not None else _default_mesh(), backend)
     device = _mesh_device(shard_mesh.mesh)
-    settings = UnitSettings(reshard_after_forward=reshard_after_forward is not False)
+    settings = _reshard_settings(reshard_after_forward, shard_mesh.shard.world_size)
     managed = list(_managed_modules(modules))
     uses = find_params(managed, {id(param) for param in ignored_params or ()})
     _move_buffers((member for _, member in managed), device)
@@ -106,6 +108,7 @@ def fully_shard(
         policy=mp_policy,
         alignment=shard_alignment,
         device=device,
+        offload=offload_policy,
         settings=settings,
         phase=state.phase,
     )
@@ -138,15 +141,24 @@ def _check_modules(modules: list[nn.Module]) -> None:
                 )
 
 
-def _check_options(reshard: bool | int | None, offload: OffloadPolicy, policy: MixedPrecisionPolicy) -> None:
-    if reshard is not None and not isinstance(reshard, bool):
-        raise ValueError(
-            f"reshard_after_forward={reshard!r}: this version knows True, False and None, not a smaller group size"
-        )
-    if type(offload) is not OffloadPolicy:
-        raise ValueError(f"offload_policy={offload!r}: this version keeps shards on the device that computes")
+def _check_options(offload: OffloadPolicy, policy: MixedPrecisionPolicy) -> None:
+    if not isinstance(offload, OffloadPolicy):
+        raise ValueError(f"offload_policy: expected OffloadPolicy or CPUOffloadPolicy of ya_fsdp, got {offload!r}")
     if policy.all_gather_dtype_to_param_cls:
         raise ValueError("all_gather_dtype_to_param_cls is not supported in this version; leave it out")
+
+
+def _reshard_settings(reshard: bool | int | None, world_size: int) -> UnitSettings:
+    if reshard is None or isinstance(reshard, bool):
+        return UnitSettings(reshard_after_forward=reshard is not False)
+    if not isinstance(reshard, int) or reshard < 1 or world_size % reshard:
+        raise ValueError(
+            f"reshard_after_forward={reshard!r}: expected a bool, None, or a number of ranks that divides the "
+            f"{world_size} ranks that the unit is sharded over"
+        )
+    if reshard in (1, world_size):
+        return UnitSettings(reshard_after_forward=reshard != 1)
+    return UnitSettings(reshard_group_size=reshard)
 
 
 def _managed_modules(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

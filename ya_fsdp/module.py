@@ -8,6 +8,7 @@ from torch import nn
 from ya_fsdp._torch_compat import FSDPModule, get_module_state, insert_module_state
 from ya_fsdp.comm.reduction import check_divide_factor
 from ya_fsdp.policy import ResolvedDtypes
+from ya_fsdp.runtime.compiler import add_wrapper_names, strip_wrapper_names, untraced
 from ya_fsdp.runtime.settings import UnitSettings
 from ya_fsdp.runtime.state import YaFSDPState
 
@@ -22,6 +23,7 @@ class UnshardHandle:
     def __init__(self, state: YaFSDPState | None) -> None:
         self._state = state
 
+    @untraced
     def wait(self) -> None:
         """Waits for the gather and shows the full parameters. May be called more than once."""
         if self._state is not None:
@@ -51,10 +53,12 @@ class YaFSDPModule(FSDPModule):
             raise AssertionError(f"{type(self).__name__} has no state of ya_fsdp")
         return state
 
+    @untraced
     def reshard(self) -> None:
         """Frees this unit's full parameters and shows the sharded ones."""
         self._get_fsdp_state().reshard()
 
+    @untraced
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """Gathers this unit's parameters.
 
@@ -68,6 +72,7 @@ class YaFSDPModule(FSDPModule):
         state.wait_for_unshard()
         return None
 
+    @untraced
     def reset_iter_state(self) -> None:
         """Returns all units to rest after an exception in a forward or backward that was caught."""
         state = self._get_fsdp_state()
@@ -97,6 +102,7 @@ class YaFSDPModule(FSDPModule):
             raise ValueError(f"reshard_after_forward must be a bool here, got {reshard_after_forward!r}")
         for state in self._states(recurse):
             state.settings.reshard_after_forward = reshard_after_forward
+            state.settings.reshard_group_size = None
             state.reshard_by_default = False
             state.want_own_buffers()
 
@@ -221,7 +227,7 @@ def _after_load_state_dict(module: nn.Module, incompatible_keys: Any) -> None:
 def _adopt(state: YaFSDPState) -> None:
     for group in state.groups:
         group.adopt_parameters(lambda dtype: ResolvedDtypes.resolve(dtype, state.policy))
-        state.device = group.shard.device if not group.shard.is_meta else state.device
+        state.device = group.device if group.device.type != "meta" else state.device
 
 
 def attach_state(module: nn.Module, state: YaFSDPState) -> None:
@@ -229,6 +235,8 @@ def attach_state(module: nn.Module, state: YaFSDPState) -> None:
     insert_module_state(module, state)
     module.__class__ = _sharded_class(type(module))
     module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]
+    module.register_state_dict_post_hook(strip_wrapper_names)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(add_wrapper_names)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_post_hook(_after_load_state_dict)  # type: ignore[no-untyped-call]
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.schedule.fake_accelerator import NAME, fake_ranks
 from tests.schedule.timeline import Timeline
-from ya_fsdp import MixedPrecisionPolicy, fully_shard
+from ya_fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 WIDTH = 8
 #: Sizes of the blocks, the embedding and the head, per rank: they differ by more than what padding can hide.
@@ -67,6 +67,7 @@ class Run:
         kept: Names of the units with ``reshard_after_forward=False``.
         mesh_shape: Shape of the mesh, by default one axis.
         frozen: Whether the first layer of each block is frozen, which gives blocks two buckets.
+        offload: Where shards live.
     """
 
     def __init__(
@@ -77,11 +78,13 @@ class Run:
         kept: tuple[str, ...],
         mesh_shape: tuple[int, ...] | None,
         frozen: bool,
+        offload: OffloadPolicy,
     ) -> None:
         self.timeline = Timeline(device)
         options: Any = {
             "mesh": init_device_mesh(device, mesh_shape or (world_size,)),
             "mp_policy": MixedPrecisionPolicy(**policy),
+            "offload_policy": offload,
         }
         self.device = torch.device(device)
         with contextlib.ExitStack() as stack:
@@ -153,7 +156,8 @@ def sharded(
     kept: tuple[str, ...] = ("head",),
     mesh_shape: tuple[int, ...] | None = None,
     frozen: bool = False,
+    offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
 ) -> Iterator[Run]:
     """Shard the model on ranks that do not exist; see :class:`Run`."""
     with fake_ranks(world_size):
-        yield Run(device, world_size, policy or {}, kept, mesh_shape, frozen)
+        yield Run(device, world_size, policy or {}, kept, mesh_shape, frozen, offload)

@@ -75,20 +75,22 @@ def spec_like(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 def gather_full(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """Gathers the full tensor on every rank. A collective.
 
+    Slices in host memory travel through the device of the mesh, and the full tensor is in host memory too.
+
     A tensor that lies on one rank is broadcast; otherwise slices are padded to the longest, since not every backend
     gathers uneven pieces.
 
     Shapes:
         local: ``[local numel]``. Result: the full shape, contiguous.
     """
-    shape = block_of(spec)[0]
-    block = _gather_block(local, spec, torch.Size(shape))
+    shape, here = block_of(spec)[0], local.device
+    block = _gather_block(local.to(spec.mesh.device_type), spec, torch.Size(shape))
     if shape == tuple(spec.shape):
-        return block
+        return block.to(here)
     stride = _contiguous_stride(spec.shape)
     placements = _without_ragged(spec)
     whole = DTensor.from_local(block, spec.mesh, placements, run_check=False, shape=spec.shape, stride=stride)
-    return whole.full_tensor()
+    return whole.full_tensor().to(here)
 
 
 def _gather_block(local: torch.Tensor, spec: DTensorSpec, shape: torch.Size) -> torch.Tensor:
@@ -123,7 +125,8 @@ def scatter_mean(full: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """
     axis, placement = ragged_axis(spec)
     mine = local_range(spec)
-    flat = _cut_block(full, spec).reshape(-1)
+    here = full.device
+    flat = _cut_block(full, spec).reshape(-1).to(spec.mesh.device_type)
     numel, world_size = flat.numel(), spec.mesh.size(axis)
     pieces = [placement.slice_of(numel, rank) for rank in range(world_size)]
     longest = max(piece.numel for piece in pieces)
@@ -140,7 +143,7 @@ def scatter_mean(full: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
         if other < axis and isinstance(kind, Replicate):  # axes behind the ragged one are of model parallelism
             dist.all_reduce(reduced, group=spec.mesh.get_group(other))
             num_ranks *= spec.mesh.size(other)
-    return reduced[: mine.numel].div_(num_ranks)
+    return reduced[: mine.numel].div_(num_ranks).to(here)
 
 
 def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ya_fsdp._torch_compat import DTensor, Replicate, Shard
 from ya_fsdp.layout import LocalSlice, ParamSpan, ParamSpec, plan_contiguous
 from ya_fsdp.layout.planner import aligned_elements
-from ya_fsdp.policy import MixedPrecisionPolicy, ResolvedDtypes
+from ya_fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ResolvedDtypes
 from ya_fsdp.ragged import RaggedShardDTensor
 from ya_fsdp.runtime.mesh import ShardMesh
 from ya_fsdp.runtime.param import ParamSite, YaFSDPParam, local_part
-from ya_fsdp.runtime.param_group import YaFSDPParamGroup
+from ya_fsdp.runtime.param_group import YaFSDPParamGroup, allocate_shard
 from ya_fsdp.runtime.settings import UnitPhase, UnitSettings
 
 __all__ = ["ParamUse", "build_groups", "find_params"]
@@ -90,6 +90,7 @@ def build_groups(
     policy: MixedPrecisionPolicy,
     alignment: int,
     device: torch.device,
+    offload: OffloadPolicy,
     settings: UnitSettings,
     phase: UnitPhase,
 ) -> list[YaFSDPParamGroup]:
@@ -101,10 +102,12 @@ def build_groups(
         mesh_of: Mesh to shard a parameter over.
         policy: Dtypes.
         alignment: Elements at whose multiples parameters and pieces start.
-        device: Where shards live.
+        device: Where the unit computes.
+        offload: Where shards live.
         settings: The unit's switches.
         phase: The unit's place in its step.
     """
+    home = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
     buckets: dict[tuple[ShardMesh, ResolvedDtypes, bool, bool], list[ParamUse]] = {}
     for use in uses:
         dtypes = ResolvedDtypes.resolve(use.param.dtype, policy)
@@ -115,14 +118,14 @@ def build_groups(
         itemsizes = (dtypes.master.itemsize, dtypes.compute.itemsize, dtypes.reduce.itemsize)
         specs = [ParamSpec(use.name, tuple(local_part(use.param).shape)) for use in members]
         layout = plan_contiguous(specs, mesh.shard.world_size, aligned_elements(alignment, *itemsizes))
-        target = torch.device("meta") if is_meta else device
-        shard = torch.zeros(layout.shard_numel, dtype=dtypes.master, device=target)
+        target = torch.device("meta") if is_meta else home
+        shard = allocate_shard(layout.shard_numel, dtypes.master, target, offload)
         slices = layout.local_slices(mesh.shard.rank)
         params = [
             _shard(use, span, shard, mine, mesh) for use, span, mine in zip(members, layout.spans, slices, strict=True)
         ]
         name = (kind, mesh, dtypes, requires_grad, is_meta)
-        groups.append(YaFSDPParamGroup(name, params, layout, shard, mesh, dtypes, settings, phase))
+        groups.append(YaFSDPParamGroup(name, params, layout, shard, mesh, dtypes, device, offload, settings, phase))
     return groups
 
 

@@ -42,7 +42,7 @@ def resolve_missing(groups: Iterable[YaFSDPParamGroup]) -> None:
 
 def _resolve(groups: list[YaFSDPParamGroup], mesh: ShardMesh) -> None:
     numbers = [len(group.params) for group in groups]
-    flags = torch.ones(sum(numbers), dtype=torch.int32, device=groups[0].shard.device)
+    flags = torch.ones(sum(numbers), dtype=torch.int32, device=groups[0].device)
     is_complete = not any(group.reducer.missing for group in groups)
     if not is_complete:
         host = [1] * sum(numbers)

@@ -50,6 +50,11 @@ class DeviceRuntime:
         if event is not None:
             self._module.current_stream().wait_event(event)
 
+    def synchronise(self) -> None:
+        """Makes the host wait for the current stream."""
+        if not self.is_async_host:
+            self._module.current_stream().synchronize()
+
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Issues work on ``stream`` while the context is open."""
         return nullcontext() if self.is_async_host else self._module.stream(stream)

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ya_fsdp._torch_compat import DTensorSpec, Placement, Replicate, TensorMeta, concatenate_meshes
@@ -11,6 +13,8 @@ from ya_fsdp.comm import Backend, Collectives, ProcessGroupCollectives
 from ya_fsdp.ragged import RaggedShard
 
 __all__ = ["ShardMesh"]
+
+_neighbours: "WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,19 @@ class ShardMesh:
     def replicate(self) -> Collectives | None:
         """Collectives along the replicating axis; None without one."""
         return ProcessGroupCollectives(self.mesh.get_group(0)) if self.mesh.ndim == 2 else None
+
+    def smaller(self, size: int) -> Collectives:
+        """Collectives among ``size`` neighbours along the sharding axis, which together hold a whole bucket.
+
+        Every rank of the axis must ask for it at the same place: process groups are made the first time.
+        """
+        whole = self.mesh.get_group(self.mesh.ndim - 1)
+        groups = _neighbours.setdefault(whole, {})
+        if size not in groups:
+            ranks = dist.get_process_group_ranks(whole)
+            first = whole.rank() // size * size
+            groups[size] = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+        return ProcessGroupCollectives(groups[size]) if self.backend is None else self.backend.collectives(groups[size])
 
     @property
     def num_ranks(self) -> int:

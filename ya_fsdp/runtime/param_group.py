@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from ya_fsdp._common import ShardedState, TrainingState
+from ya_fsdp.comm import Collectives
 from ya_fsdp.layout import FlatLayout
-from ya_fsdp.policy import ResolvedDtypes
+from ya_fsdp.policy import CPUOffloadPolicy, OffloadPolicy, ResolvedDtypes
 from ya_fsdp.runtime.buffers import Buffer
 from ya_fsdp.runtime.comm_context import InFlight, YaFSDPCommContext
 from ya_fsdp.runtime.gradients import member_views
@@ -24,9 +25,15 @@ from ya_fsdp.runtime.param import ParamSwitch, YaFSDPParam
 from ya_fsdp.runtime.reducer import GradientReducer
 from ya_fsdp.runtime.settings import UnitPhase, UnitSettings
 
-__all__ = ["YaFSDPParamGroup"]
+__all__ = ["YaFSDPParamGroup", "allocate_shard"]
 
 _log = logging.getLogger("ya_fsdp")
+
+
+def allocate_shard(numel: int, dtype: torch.dtype, device: torch.device, offload: OffloadPolicy) -> torch.Tensor:
+    """A flat shard of zeros, in pinned memory if that is where it is to live. Shapes: ``[numel]``."""
+    pinned = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and device.type == "cpu"
+    return torch.zeros(numel, dtype=dtype, device=device, pin_memory=pinned and torch.accelerator.is_available())
 
 
 class YaFSDPParamGroup:
@@ -39,6 +46,8 @@ class YaFSDPParamGroup:
         shard: This rank's master weights. Shapes: ``[layout.shard_numel]``.
         mesh: Mesh to shard over.
         dtypes: Dtypes of all parameters of the bucket.
+        device: Where the bucket is gathered and its gradients are reduced.
+        offload: Where the shard lives.
         settings: The unit's switches.
         phase: The unit's place in its step.
     """
@@ -51,6 +60,8 @@ class YaFSDPParamGroup:
         shard: torch.Tensor,
         mesh: ShardMesh,
         dtypes: ResolvedDtypes,
+        device: torch.device,
+        offload: OffloadPolicy,
         settings: UnitSettings,
         phase: UnitPhase,
     ) -> None:
@@ -60,6 +71,10 @@ class YaFSDPParamGroup:
         self.shard = shard
         self.mesh = mesh
         self.dtypes = dtypes
+        self.device = device
+        self.offload = offload
+        self.is_offloaded = isinstance(offload, CPUOffloadPolicy) and device.type != "cpu"
+        """The shard lives in host memory while the bucket computes on an accelerator."""
         self.settings = settings
         self.phase = phase
         self.sharded_state = ShardedState.SHARDED
@@ -73,6 +88,8 @@ class YaFSDPParamGroup:
         self._buffer: Buffer | None = None
         self._home: Buffer | None = None
         self._wire: torch.Tensor | None = None
+        self._neighbours_piece: torch.Tensor | None = None
+        """Kept between forward and backward where a smaller group of ranks holds the bucket together."""
         self._switch: ParamSwitch | None = None
         self._gather: InFlight | None = None
 
@@ -124,16 +141,17 @@ class YaFSDPParamGroup:
         if self.sharded_state is not ShardedState.SHARDED:
             return
         wire, free = self._occupy()
-        runtime, shard = self._context.runtime, self.mesh.shard
+        source, ranks, runtime = self.shard, self.mesh.shard, self._context.runtime
+        if self._neighbours_piece is not None:
+            source, ranks = self._neighbours_piece, self._neighbours()
         with runtime.on(runtime.gather_stream):
             runtime.wait(free)
-            piece = self.shard
-            if wire.dtype != piece.dtype:
+            piece = source
+            if wire.dtype != source.dtype or wire.device != source.device:
                 # The cast is written where the gather wants this rank's piece: no copy of the shard outlives it.
-                numel = self.layout.shard_numel
-                piece = wire[shard.rank * numel : (shard.rank + 1) * numel]
-                piece.copy_(self.shard)
-            work = shard.all_gather(wire, piece, async_op=runtime.is_async_host)
+                piece = wire[ranks.rank * source.numel() : (ranks.rank + 1) * source.numel()]
+                piece.copy_(source, non_blocking=True)
+            work = ranks.all_gather(wire, piece, async_op=runtime.is_async_host)
             self._gather = InFlight(work, runtime.record(), runtime)
         self.sharded_state = ShardedState.GATHERING
 
@@ -163,6 +181,19 @@ class YaFSDPParamGroup:
         assert self._buffer is not None
         self._buffer.vacate()
 
+    def reshard_after_forward(self) -> None:
+        """Reshards until the backward; if so asked, to a smaller group of ranks, of which each keeps a larger piece."""
+        size = self.settings.reshard_group_size
+        if size is not None and self.sharded_state is ShardedState.UNSHARDED:
+            assert self._wire is not None
+            numel, rank = self._wire.numel() // size, self._neighbours().rank
+            self._neighbours_piece = self._wire[rank * numel : (rank + 1) * numel].clone()
+        self.reshard()
+
+    def _neighbours(self) -> Collectives:
+        assert self.settings.reshard_group_size is not None
+        return self.mesh.smaller(self.settings.reshard_group_size)
+
     def keep(self) -> None:
         """Stays gathered although nobody uses the parameters now."""
         if self.sharded_state is ShardedState.UNSHARDED:
@@ -177,6 +208,7 @@ class YaFSDPParamGroup:
                 through ``.data`` leaves no trace). What was kept from a backward, which the user must ask for, goes if
                 an operator wrote to a shard since.
         """
+        self._neighbours_piece = None
         if self.is_kept and (from_forward or self._versions() != self._kept_versions):
             self.reshard()
 
@@ -255,12 +287,13 @@ class YaFSDPParamGroup:
         else:
             self.keep()
         if not self.open_forwards:
+            self._neighbours_piece = None
             self.reduce_gradients()
 
     def reduce_gradients(self) -> None:
         """Reduces the gradients that autograd left, or keeps them while synchronisation is off."""
         if self.is_trainable:
-            self.reducer.reduce(self._context, self.dtypes, self.shard.device)
+            self.reducer.reduce(self._context, self.dtypes, self.device, self.shard)
 
     # ---- upkeep ------------------------------------------------------------------------------------------------------
 
@@ -269,6 +302,7 @@ class YaFSDPParamGroup:
         self.reshard()
         self.reducer.reset()
         self.open_forwards = 0
+        self._neighbours_piece = None
 
     def adopt_parameters(self, resolve: Callable[[torch.dtype], ResolvedDtypes]) -> None:
         """Takes over what became of the sharded parameters outside (moved, cast, or replaced by other slices).
@@ -303,11 +337,18 @@ class YaFSDPParamGroup:
                 f"{self.name}: its parameters were changed to different dtypes or devices, "
                 f"{sorted({f'{local.dtype} on {local.device}' for local in locals_})}; change all of them alike"
             )
-        shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=first.device)
+        if self.is_offloaded and first.device.type != "cpu":
+            raise RuntimeError(
+                f"{self.name}: its shards live in host memory (CPUOffloadPolicy) but were moved to {first.device}; "
+                f"leave them on cpu, the engine moves what is gathered"
+            )
+        shard = allocate_shard(self.layout.shard_numel, first.dtype, first.device, self.offload)
         for param, local, view in zip(self.params, locals_, self.reducer.local_views(shard), strict=True):
             view.copy_(local)
             param.sharded_param._local_tensor = view  # type: ignore[attr-defined]
         self.shard, self.dtypes = shard, resolve(first.dtype)
+        if not self.is_offloaded:
+            self.device = shard.device
         self._buffer = None  # the unsharded parameters are rebuilt at the next gather
 
     @property

@@ -59,8 +59,17 @@ class GradientReducer:
         self._partial_shard: torch.Tensor | None = None
         self._stagers: dict[torch.dtype, GradientStager] = {}
 
-    def reduce(self, comm: YaFSDPCommContext, dtypes: ResolvedDtypes, device: torch.device) -> None:
-        """Takes the gradients of the unsharded parameters and reduces them, or adds them up until they are wanted."""
+    def reduce(
+        self, comm: YaFSDPCommContext, dtypes: ResolvedDtypes, device: torch.device, shard: torch.Tensor
+    ) -> None:
+        """Takes the gradients of the unsharded parameters and reduces them, or adds them up until they are wanted.
+
+        Args:
+            comm: What to communicate through.
+            dtypes: Dtypes of the bucket.
+            device: Where gradients are and are reduced.
+            shard: The bucket's shard; its gradient lives where it does, in host memory if shards are offloaded.
+        """
         grads = self._take()
         if not self._settings.requires_gradient_sync:
             self._accumulate(grads, dtypes.accumulate, device)
@@ -70,7 +79,13 @@ class GradientReducer:
         self.has_reduced = True
         comm.finish_reduction()
         output = torch.empty(self._layout.shard_numel, dtype=dtypes.accumulate, device=device)
-        result = output if dtypes.accumulate == dtypes.master else torch.empty_like(output, dtype=dtypes.master)
+        result = output
+        if shard.device != device:
+            # Pinned memory, so that the copy runs beside compute, comes from torch's cache of it.
+            pinned = shard.is_pinned()
+            result = torch.empty(output.shape, dtype=dtypes.master, device=shard.device, pin_memory=pinned)
+        elif dtypes.accumulate != dtypes.master:
+            result = torch.empty_like(output, dtype=dtypes.master)
         reduction = self._plan(dtypes.reduce)
         flights = self._start(comm, grads, output, reduction, dtypes.reduce)
         self._finish(comm, flights, output, result, reduction)
@@ -227,7 +242,9 @@ class GradientReducer:
         if reduction.post_scale != 1.0:
             output.mul_(reduction.post_scale)
         if result is not output:
-            result.copy_(output)
+            # Gradients in host memory are added up by the host, which must not run ahead of the copy.
+            is_first = all(param.sharded_param.grad is None for param in self._params)
+            result.copy_(output, non_blocking=is_first)
         self._assign(result, contributed)
 
     def _assign(self, flat: torch.Tensor, contributed: list[bool]) -> None:

@@ -14,6 +14,8 @@ class UnitSettings:
     """What the user may switch on a unit between iterations."""
 
     reshard_after_forward: bool = True
+    reshard_group_size: int | None = None
+    """Between forward and backward, this many neighbouring ranks hold the unit together; None: all ranks."""
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     requires_gradient_sync: bool = True

@@ -19,7 +19,7 @@ from ya_fsdp.policy import MixedPrecisionPolicy
 from ya_fsdp.runtime.arrivals import ArrivalWatch
 from ya_fsdp.runtime.cast import cast_floating, move_to_device
 from ya_fsdp.runtime.comm_context import YaFSDPCommContext
-from ya_fsdp.runtime.compiler import untraced
+from ya_fsdp.runtime.compiler import refuse_compiled_autograd, untraced
 from ya_fsdp.runtime.contributions import resolve_missing
 from ya_fsdp.runtime.device import DeviceRuntime
 from ya_fsdp.runtime.hooks import UnitHooks, watch_outputs
@@ -226,7 +226,11 @@ class YaFSDPState(_State):
             for group in self.groups:
                 group.keep()
         else:
-            self.reshard()
+            for group in self.groups:
+                if context.grad_enabled:
+                    group.reshard_after_forward()
+                else:
+                    group.reshard()
         self.phase.training_state = TrainingState.IDLE
         if not in_autograd and context.grad_enabled:
             context.comm.post_forward_order.record(self)
@@ -266,6 +270,7 @@ class YaFSDPState(_State):
         context = self.context
         graph.has_run = True
         if not context.in_backward:
+            refuse_compiled_autograd()
             context.in_backward = True
             queue_backward_callback(self._root_post_backward_final_callback)
         for gather in graph.left_open:
@@ -294,6 +299,8 @@ class YaFSDPState(_State):
             state.finish_backward()
         context.comm.finish_reduction()
         groups = [group for state in states for group in state.groups]
+        if any(group.is_offloaded for group in groups):
+            context.comm.runtime.synchronise()  # the host reads the gradients, and writes what gathers read
         resolve_missing(groups)
         for state in states:
             state.reshard_unused()

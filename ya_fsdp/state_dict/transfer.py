@@ -23,11 +23,12 @@ def fill(target: torch.Tensor, source: torch.Tensor | None, *, from_rank0: bool)
     local = plain._local_tensor if isinstance(plain, RaggedShardDTensor) else plain
     full = source.detach() if source is not None else None
     if from_rank0 and dist.is_initialized() and dist.get_world_size() > 1:
+        device = plain._spec.mesh.device_type if isinstance(plain, RaggedShardDTensor) else local.device
         if dist.get_rank() == 0:
             assert full is not None
-            full = full.to(local.device, local.dtype).contiguous()
+            full = full.to(device, local.dtype).contiguous()
         else:
-            full = torch.empty(target.shape, dtype=local.dtype, device=local.device)
+            full = torch.empty(target.shape, dtype=local.dtype, device=device)
         dist.broadcast(full, src=0)
     assert full is not None
     local.copy_(slice_full(full, plain._spec) if isinstance(plain, RaggedShardDTensor) else full)
