@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo import compiled_autograd
 from torch.distributed import _symmetric_memory
 from torch.distributed._composable_state import _get_module_state, _insert_module_state, _State
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -28,6 +29,7 @@ __all__ = [
     "TensorMeta",
     "_State",
     "all_gather",
+    "compiled_autograd",
     "compute_local_shape_and_global_offset",
     "concatenate_meshes",
     "get_module_state",

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ya_fsdp.ragged import RaggedShardDTensor, gather_full
+from ya_fsdp.runtime.compiler import plain_name
 from ya_fsdp.state_dict.transfer import check_local, fill, local_header
 
 __all__ = [
@@ -31,9 +32,9 @@ def get_sharded_state_dict(model: nn.Module, *, select: Select | None = None) ->
             adapters of a model whose base is frozen. ``None``: all.
     """
     return {
-        name: value
+        plain_name(name): value
         for name, value in model.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor) and (select is None or select(name, value))
+        if isinstance(value, torch.Tensor) and (select is None or select(plain_name(name), value))
     }
 
 
@@ -154,7 +155,7 @@ def _local(value: torch.Tensor) -> torch.Tensor:
 def _compare(
     model: nn.Module, targets: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], strict: bool
 ) -> tuple[list[str], list[str]]:
-    known = model.state_dict(keep_vars=True)
+    known = {plain_name(name) for name in model.state_dict(keep_vars=True)}
     missing = [name for name in targets if name not in shapes]
     unexpected = [name for name in shapes if name not in known]
     own = {name: tuple(value.shape) for name, value in targets.items()}

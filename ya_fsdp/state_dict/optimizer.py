@@ -14,6 +14,7 @@ from torch import nn
 from ya_fsdp._torch_compat import DTensor
 from ya_fsdp.ragged import RaggedShardDTensor, gather_full, slice_full
 from ya_fsdp.ragged.convert import spec_like
+from ya_fsdp.runtime.compiler import plain_name
 from ya_fsdp.state_dict.transfer import check_local, local_header
 
 __all__ = [
@@ -39,7 +40,7 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     Raises:
         ValueError: If the optimizer holds a tensor that is not a parameter of the model.
     """
-    names = {id(value): name for name, value in reversed(list(model.state_dict(keep_vars=True).items()))}
+    names = {id(value): plain_name(name) for name, value in reversed(list(model.state_dict(keep_vars=True).items()))}
     result = []
     for index, group in enumerate(optimizer.param_groups):
         for place, param in enumerate(group["params"]):
