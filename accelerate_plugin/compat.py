@@ -5,6 +5,7 @@ replacement behaves exactly like the original unless the engine was asked for, w
 """
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -176,6 +177,12 @@ REPLACEMENTS = (
         "writes each rank's shards as if they were the weights",
     ),
     Replacement(
+        "transformers.modeling_utils",
+        "PreTrainedModel._load_pretrained_model",
+        "loading:wrap_load_pretrained_model",
+        "reads the whole checkpoint on every rank",
+    ),
+    Replacement(
         "transformers.training_args",
         "TrainingArguments._process_fsdp_args",
         "hooks:wrap_process_fsdp_args",
@@ -242,7 +249,8 @@ def _replace(module: ModuleType, item: Replacement) -> None:
     replacement = factory(original)
     if replacement is not original:
         replacement.__ya_fsdp__ = True
-        setattr(owner, attribute, replacement)
+        is_static = isinstance(inspect.getattr_static(owner, attribute), staticmethod)
+        setattr(owner, attribute, staticmethod(replacement) if is_static else replacement)
 
 
 def _allow_untested() -> bool:

@@ -92,9 +92,12 @@ def wrap_plugin_post_init(original: Function) -> Function:
 
     @unless_asked(original)
     def post_init(self: Any) -> None:
-        if self.cpu_ram_efficient_loading is not None:
-            # transformers reads the variable while it loads weights
-            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(bool(self.cpu_ram_efficient_loading)).lower()
+        loading = self.cpu_ram_efficient_loading
+        if loading is None and self.sync_module_states is False:
+            loading = False
+        if loading is not None:
+            # read while weights are loaded
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(bool(loading)).lower()
 
     return post_init
 
@@ -214,8 +217,10 @@ def wrap_prepare_model(original: Function) -> Function:
     def prepare_model(
         self: Any, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        from accelerate_plugin import prepare
+        from accelerate_plugin import loading, prepare
 
+        if evaluation_mode:
+            loading.fill_from_rank_zero(model, self.device)
         if evaluation_mode or prepare.is_managed(model):
             return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         _take_over(self, prepare.prepare_model(self, model, self._optimizers))

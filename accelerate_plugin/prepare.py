@@ -15,6 +15,7 @@ from accelerate_plugin import guard, report
 from accelerate_plugin.activation import apply_checkpointing
 from accelerate_plugin.finalization import let_gloo_finish
 from accelerate_plugin.keys import SettingsError
+from accelerate_plugin.loading import forget_placeholders
 from accelerate_plugin.optimizers import KnownParameters, bind_late, detach
 from accelerate_plugin.rank_zero import RankZeroCopy, check_same_model
 from accelerate_plugin.resize import refuse_resize
@@ -65,6 +66,7 @@ def prepare_model(
     for optimizer in taken:
         optimizer.attach(parameters)
     _finish(model, units, settings)
+    forget_placeholders(model)
     guard.note_managed(model, before)
     report.print_report(accelerator, model, units, report.Facts(class_name, raised, checkpointed))
     return model

@@ -1,8 +1,8 @@
 """All ranks start from rank 0's weights and buffers, bit for bit, one unit at a time.
 
-Ranks other than 0 may hold anything: other random numbers, or nothing at all (the meta device). A unit's tensors are
-put on the training device, filled from rank 0, and then sharded, so that no rank but 0 ever holds more than one whole
-unit.
+Ranks other than 0 may hold anything: other random numbers, or nothing at all (the meta device, placeholders). A unit's
+tensors are put on the training device, filled from rank 0, and then sharded, so that no rank but 0 ever holds more than
+one whole unit.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["RankZeroCopy", "check_same_model"]
+__all__ = ["RankZeroCopy", "check_same_model", "is_placeholder"]
 
 
 def check_same_model(model: nn.Module) -> None:
@@ -80,11 +80,11 @@ class RankZeroCopy:
         rank = dist.get_rank()
         if isinstance(tensor, DTensor):
             raise ValueError(f"rank {rank}: {name} is sharded already ({tensor.placements}); prepare plain models only")
-        if tensor.is_meta:
+        if tensor.is_meta or is_placeholder(tensor):
             if rank == 0 or not self.sync:
                 raise ValueError(
-                    f"rank {rank}: {name} is on the meta device, so there are no weights to start from; build or "
-                    "load the model on rank 0, and leave fsdp_sync_module_states on"
+                    f"rank {rank}: {name} has no storage, so there are no weights to start from; build or load the "
+                    "model on rank 0, and leave fsdp_sync_module_states on"
                 )
             empty = torch.empty_like(tensor, device=self.device)
             tensor = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
@@ -96,6 +96,11 @@ class RankZeroCopy:
         if self.sync:
             _broadcast(tensor)
         return tensor
+
+
+def is_placeholder(tensor: torch.Tensor) -> bool:
+    """Whether all elements of a tensor are one: it has a shape and a dtype, and no values of its own."""
+    return tensor.numel() > 1 and not any(tensor.stride())
 
 
 def _broadcast(tensor: torch.Tensor) -> None:

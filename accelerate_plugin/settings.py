@@ -23,7 +23,15 @@ from torch.distributed.fsdp import (
 from accelerate_plugin import rules
 from accelerate_plugin.keys import KEYS, SettingsError, parse_key
 
-__all__ = ["DTYPES", "Settings", "YaFSDPPlugin", "build_plugin", "given_by_plugin", "remember_script_values"]
+__all__ = [
+    "DTYPES",
+    "Settings",
+    "YaFSDPPlugin",
+    "build_plugin",
+    "given_by_plugin",
+    "rank_zero_loads",
+    "remember_script_values",
+]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -186,6 +194,15 @@ def remember_script_values(values: Mapping[str, Any]) -> None:
     """Keeps what a script's ``fsdp_config`` said for keys that accelerate's plugin has no field for."""
     _script_values.clear()
     _script_values.update(values)
+
+
+def rank_zero_loads() -> bool:
+    """Whether pretrained weights are to be read by rank 0 only, as far as launch and script have said so far.
+
+    Raises:
+        SettingsError: for a variable that cannot be used.
+    """
+    return Settings.from_values({**rules.from_environment(os.environ), **_script_values}).cpu_ram_efficient_loading
 
 
 def given_by_plugin(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
