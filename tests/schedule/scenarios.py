@@ -68,6 +68,7 @@ class Run:
         mesh_shape: Shape of the mesh, by default one axis.
         frozen: Whether the first layer of each block is frozen, which gives blocks two buckets.
         offload: Where shards live.
+        backend: Who communicates.
     """
 
     def __init__(
@@ -79,12 +80,14 @@ class Run:
         mesh_shape: tuple[int, ...] | None,
         frozen: bool,
         offload: OffloadPolicy,
+        backend: Any,
     ) -> None:
         self.timeline = Timeline(device)
         options: Any = {
             "mesh": init_device_mesh(device, mesh_shape or (world_size,)),
             "mp_policy": MixedPrecisionPolicy(**policy),
             "offload_policy": offload,
+            "backend": backend,
         }
         self.device = torch.device(device)
         with contextlib.ExitStack() as stack:
@@ -157,7 +160,8 @@ def sharded(
     mesh_shape: tuple[int, ...] | None = None,
     frozen: bool = False,
     offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
+    backend: Any = None,
 ) -> Iterator[Run]:
     """Shard the model on ranks that do not exist; see :class:`Run`."""
     with fake_ranks(world_size):
-        yield Run(device, world_size, policy or {}, kept, mesh_shape, frozen, offload)
+        yield Run(device, world_size, policy or {}, kept, mesh_shape, frozen, offload, backend)

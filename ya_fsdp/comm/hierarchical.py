@@ -90,7 +90,7 @@ class HierarchicalCollectives:
                 else:
                     block = piece.new_empty(len(route.ranks) * numel)
                     self._intra.all_gather(block, mine, async_op=False)
-                    _rows(output, numel)[list(route.ranks)] = block.view(-1, numel)
+                    torch._foreach_copy_(_pieces(output, numel, route.ranks), block.chunk(len(route.ranks)))
 
         return _after(first, spread)
 
@@ -106,7 +106,7 @@ class HierarchicalCollectives:
             if route.is_run:
                 block = staging[start : start + len(route.ranks) * numel]
             else:
-                block = _rows(staging, numel)[list(route.ranks)].view(-1)
+                block = torch.cat(_pieces(staging, numel, route.ranks))
             mine = sums[route.place * numel : (route.place + 1) * numel]
             first.append(self._intra.reduce_scatter(mine, block, reduction, async_op=async_op))
 
@@ -175,8 +175,9 @@ def _routes(grid: NodeGrid, rank: int) -> list[_Route]:
     return [_Route(counterparts.index(row[column]), tuple(row[place] for place in columns)) for row in grid.rows]
 
 
-def _rows(flat: torch.Tensor, numel: int) -> torch.Tensor:
-    return flat.view(-1, numel)
+def _pieces(flat: torch.Tensor, numel: int, ranks: Sequence[int]) -> list[torch.Tensor]:
+    """Views of the ranks' pieces; an index would have to travel to the device first."""
+    return [flat[rank * numel : (rank + 1) * numel] for rank in ranks]
 
 
 def _after(first: Pending | None, then: Callable[[], None]) -> Pending | None:
