@@ -222,7 +222,8 @@ def wrap_prepare_model(original: Function) -> Function:
         if evaluation_mode:
             loading.fill_from_rank_zero(model, self.device)
         if evaluation_mode or prepare.is_managed(model):
-            return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+            with prepare.compiled_in_place(self, model):
+                return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         _take_over(self, prepare.prepare_model(self, model, self._optimizers))
         return model
 

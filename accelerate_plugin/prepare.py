@@ -2,12 +2,14 @@
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -23,7 +25,7 @@ from accelerate_plugin.settings import DTYPES, Settings, YaFSDPPlugin
 from accelerate_plugin.units import Unit, find_units
 from ya_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, YaFSDPModule, fully_shard
 
-__all__ = ["bind_optimizer", "is_managed", "prepare_model"]
+__all__ = ["bind_optimizer", "compiled_in_place", "is_managed", "prepare_model"]
 
 
 def is_managed(model: nn.Module) -> bool:
@@ -48,7 +50,7 @@ def prepare_model(
         return model
     plugin: YaFSDPPlugin = accelerator.state.fsdp_plugin
     settings = plugin.settings
-    _refuse_wrapped(model, accelerator)
+    _refuse_wrapped(model)
     if accelerator.device.type == "cuda" and hasattr(model, "hf_device_map"):
         raise ValueError("the model was loaded with a device_map; load it without one, the engine places each shard")
     check_same_model(model)
@@ -66,6 +68,8 @@ def prepare_model(
     for optimizer in taken:
         optimizer.attach(parameters)
     _finish(model, units, settings)
+    blocks = [module for unit in units if unit.kind == "block" for module in unit.modules]
+    _compile(accelerator, blocks if accelerator.state.dynamo_plugin.use_regional_compilation else [model])
     forget_placeholders(model)
     guard.note_managed(model, before)
     report.print_report(accelerator, model, units, report.Facts(class_name, raised, checkpointed))
@@ -80,7 +84,7 @@ def bind_optimizer(accelerator: Any, optimizer: Any) -> None:
         bind_late(optimizer, pairs, rank=accelerator.process_index)
 
 
-def _refuse_wrapped(model: nn.Module, accelerator: Any) -> None:
+def _refuse_wrapped(model: nn.Module) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -90,9 +94,35 @@ def _refuse_wrapped(model: nn.Module, accelerator: Any) -> None:
                 f"ya-fsdp was asked for, and the model passed to prepare contains {type(module).__name__}; pass the "
                 "plain model"
             )
-    backend = getattr(getattr(accelerator.state, "dynamo_plugin", None), "backend", None)
-    if str(getattr(backend, "value", "NO")).upper() != "NO" or hasattr(model, "_orig_mod"):
-        raise SettingsError("torch.compile (dynamo) is not supported together with ya-fsdp yet; switch it off")
+    if hasattr(model, "_orig_mod"):
+        raise SettingsError(
+            "the model passed to prepare is wrapped by torch.compile, and a wrapper cannot be sharded in place; pass "
+            "the plain model, and ask for torch_compile (dynamo) in the settings or call model.compile() behind prepare"
+        )
+
+
+@contextmanager
+def compiled_in_place(accelerator: Any, model: nn.Module) -> Iterator[None]:
+    """Takes torch.compile out of accelerate's hands for a model that stays whole, and applies it in place.
+
+    The Trainer evaluates a model that was not prepared in this way, and has the same object sharded when it trains.
+    """
+    plugin = accelerator.state.dynamo_plugin
+    backend, plugin.backend = plugin.backend, DynamoBackend.NO
+    try:
+        yield
+    finally:
+        plugin.backend = backend
+    if not is_managed(model):
+        _compile(accelerator, [model])
+
+
+def _compile(accelerator: Any, modules: Iterable[nn.Module]) -> None:
+    """Compiles in place, as accelerate's settings say: neither names nor the model's class change."""
+    plugin = accelerator.state.dynamo_plugin
+    if plugin.backend is not DynamoBackend.NO:
+        for module in modules:
+            module.compile(**plugin.to_kwargs())
 
 
 def _mesh(settings: Settings, device_type: str) -> DeviceMesh:
