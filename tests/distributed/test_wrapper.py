@@ -12,7 +12,7 @@ from tests.support.guards import assert_really_sharded, assert_same_numbers, ass
 from tests.support.models import build_model, my_rows, token_batches
 from tests.support.recorder import GATHER, REDUCE_SCATTER, CollectiveRecorder
 from tests.support.training import causal_loss, mean_over_ranks, reference_run, sgd
-from tests.support.wrapping import wrap
+from tests.support.wrapping import lists_of, wrap
 from ya_fsdp import RaggedShardDTensor
 
 STEPS = 8
@@ -238,3 +238,24 @@ def check_dtypes():
 
 def test_weights_are_kept_in_fp32_and_travel_as_asked(on_ranks):
     on_ranks(2, check_dtypes)
+
+
+def hold_in_nodes():
+    """The first two listed modules are held by each half of the ranks between forward and backward."""
+    batches = token_batches(3, rows=ROWS)
+    expected = reference_run(build_model("llama"), sgd, batches, max_norm=1.0)
+    rank = dist.get_rank()
+    nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = wrap(hpz_first_layers_num=2, intra_node_data_parallel_process_group=nodes[rank // 2])
+    recorder = CollectiveRecorder()
+    losses, norms = train(model, batches, 1, [recorder])
+    assert_same_numbers(losses, expected.losses, "loss", atol=1e-5)
+    assert_same_numbers(norms, expected.norms, "norm", atol=1e-5)
+    assert recorder.count(GATHER) == 11
+    listed = [module for module, _ in lists_of(model.module)["modules_to_wrap_with_names"]]
+    assert [module._get_fsdp_state().settings.reshard_group_size for module in listed] == [2, 2, None, None, None]
+
+
+@pytest.mark.parametrize("world", [4])
+def test_the_first_modules_are_held_within_nodes_until_the_backward(on_ranks, world):
+    on_ranks(world, hold_in_nodes)

@@ -45,7 +45,12 @@ def refused(reason: str, model: nn.Module | None = None, **options: Any) -> None
         ({"use_yccl": True}, "use_yccl=True is for 16-bit gathers and needs param_dtype"),
         ({"profile": True}, "profile=True turns on events of yccl and needs use_yccl=True"),
         ({"zero_stage": 1, "reduce_every_micro_batch": True}, "reduce_every_micro_batch=True contradicts zero_stage=1"),
-        ({"hpz_first_layers_num": 4}, "hpz_first_layers_num=4: .* zero_stage=2"),
+        ({"hpz_first_layers_num": 4, "zero_stage": 2}, "hpz_first_layers_num=4 contradicts zero_stage=2"),
+        ({"hpz_first_layers_num": -1}, "hpz_first_layers_num must be a number of modules, got -1"),
+        (
+            {"hpz_first_layers_num": 1, "use_yccl": True, "param_dtype": BF16},
+            "use_yccl=True contradicts hpz_first_layers_num=1",
+        ),
         ({"all_reduce_grads_across_model_parallel_group": True}, "all_reduce_grads_across_model_parallel_group"),
         (
             {"backend": HierarchicalBackend("0, rank"), "yccl_intra_inter_expr": "0, rank"},

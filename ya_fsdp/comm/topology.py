@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ya_fsdp.comm.colors import ColorExpression
 
-__all__ = ["Colors", "NodeGrid", "group_colors", "parse_colors"]
+__all__ = ["Colors", "NodeGrid", "group_colors", "parse_colors", "ranks_per_node"]
 
 Colors = ColorExpression | tuple[int, int] | None
 """How a backend knows the nodes: an expression for all ranks, this rank's own pair, or from how the job was started."""
@@ -63,7 +63,8 @@ def ranks_per_node() -> int:
         return torch.accelerator.device_count()
     raise ValueError(
         "nothing says which ranks share a node: LOCAL_WORLD_SIZE is not set (torchrun and accelerate set it) and there "
-        "is no accelerator. Give colours, such as 'rank // 8, rank % 8'."
+        "is no accelerator. Give a backend colours, such as 'rank // 8, rank % 8', and YaFSDP also "
+        "intra_node_data_parallel_process_group."
     )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ya_fsdp.comm import Backend, YCCLBackend
+from ya_fsdp.comm.topology import ranks_per_node
 from ya_fsdp.fully_shard import YaFSDPModule, fully_shard
 from ya_fsdp.runtime.hooks import watch_outputs
 from ya_fsdp.state_dict import get_full_state_dict, get_local_state_dict, load_full_state_dict, load_local_state_dict
@@ -49,12 +50,14 @@ class YaFSDP(nn.Module):
         layer_norm_module_cls: Class of the norms (or several).
         gradient_accumulation_steps: Backwards per cycle. Gradients are averaged over them: do not divide the loss.
         data_parallel_process_group: Ranks to shard over; by default all.
-        intra_node_data_parallel_process_group: Ranks that ``sync_module_states`` makes equal; by default all.
+        intra_node_data_parallel_process_group: Ranks that ``sync_module_states`` makes equal (by default all), and that
+            hold the modules of ``hpz_first_layers_num`` together (by default those of a node).
         model_parallel_process_group: Accepted with one rank; tensor parallelism is not supported.
         all_reduce_grads_across_model_parallel_group: Not supported.
         bit16_reduce_scatter: Reduce gradients in ``param_dtype`` instead of fp32.
         bit32_acc_for_bit16_reduce_scatter: With it: add them up in 32 bits all the same.
-        hpz_first_layers_num: Not supported but for 0.
+        hpz_first_layers_num: The first so many listed modules are gathered inside the node in the backward; until then
+            its ranks hold them together, in ``param_dtype``. Stage 3 only.
         rogue_layer_norm_modules_with_names: Norms outside of all listed modules or of another class, with names.
         sync_module_states: Take parameters and buffers from the first rank.
         param_init_fn: Called with each module whose own tensors are on the meta device; gives them memory and values.
@@ -104,14 +107,12 @@ class YaFSDP(nn.Module):
         reduce_every_micro_batch: bool = False,
     ) -> None:
         super().__init__()
-        refuse_unsupported(
-            model_parallel_process_group, all_reduce_grads_across_model_parallel_group, hpz_first_layers_num
-        )
-        schedule = Schedule(zero_stage, gradient_accumulation_steps, reduce_every_micro_batch)
+        refuse_unsupported(model_parallel_process_group, all_reduce_grads_across_model_parallel_group)
+        schedule = Schedule(zero_stage, gradient_accumulation_steps, reduce_every_micro_batch, hpz_first_layers_num)
         precision = Precision(param_dtype, bit16_reduce_scatter, bit32_acc_for_bit16_reduce_scatter, is_trainable)
         rogue = rogue_layer_norm_modules_with_names or {}
         found = find_units(module, modules_to_wrap_with_names, rogue, layer_norm_module_cls)
-        backend = choose_backend(precision, backend, use_yccl, yccl_intra_inter_expr, profile)
+        backend = choose_backend(precision, schedule, backend, use_yccl, yccl_intra_inter_expr, profile)
         mesh = device_mesh(data_parallel_process_group, device_id)
         self.module = module
         self.is_trainable = is_trainable
@@ -121,9 +122,12 @@ class YaFSDP(nn.Module):
         prepare = UnitPreparation(
             module, param_init_fn=param_init_fn, sync_group=sync_group, device=_device(mesh), precision=precision
         )
+        intra_node = {entry[0] for entry in modules_to_wrap_with_names[:hpz_first_layers_num]}
+        node_size = _node_size(intra_node_data_parallel_process_group) if intra_node else None
         for unit in found.units:
             prepare(unit.modules)
-            _shard(unit, mesh, schedule, precision, backend, is_root=unit is found.units[-1])
+            unit_node_size = None if intra_node.isdisjoint(unit.modules) else node_size
+            _shard(unit, mesh, schedule, precision, backend, unit_node_size, is_root=unit is found.units[-1])
         self._cycle = _make_cycle(found.units, schedule, backend if profile else None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -228,12 +232,17 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
+def _node_size(intra_node_group: dist.ProcessGroup | None) -> int:
+    return ranks_per_node() if intra_node_group is None else intra_node_group.size()
+
+
 def _shard(
     unit: WrapperUnit,
     mesh: DeviceMesh,
     schedule: Schedule,
     precision: Precision,
     backend: Backend | None,
+    node_size: int | None,
     *,
     is_root: bool,
 ) -> None:
@@ -241,7 +250,7 @@ def _shard(
     fully_shard(
         unit.modules if len(unit.modules) > 1 else unit.modules[0],
         mesh=mesh,
-        reshard_after_forward=schedule.reshards(is_norm=is_norm, is_root=is_root),
+        reshard_after_forward=schedule.reshards(is_norm=is_norm, is_root=is_root, node_size=node_size),
         mp_policy=precision.policy(is_norm=is_norm),
         backend=None if is_norm and isinstance(backend, YCCLBackend) else backend,
     )

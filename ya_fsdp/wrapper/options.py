@@ -25,6 +25,7 @@ class Schedule:
     zero_stage: int
     gradient_accumulation_steps: int
     reduce_every_micro_batch: bool
+    hpz_first_layers_num: int
 
     def __post_init__(self) -> None:
         if type(self.zero_stage) is not int or self.zero_stage not in (1, 2, 3):
@@ -37,16 +38,30 @@ class Schedule:
                 "YaFSDP: reduce_every_micro_batch=True contradicts zero_stage=1, which keeps whole gradients until the "
                 "last micro-batch; use zero_stage=2 or 3"
             )
+        layers = self.hpz_first_layers_num
+        if type(layers) is not int or layers < 0:
+            raise ValueError(f"YaFSDP: hpz_first_layers_num must be a number of modules, got {layers!r}")
+        if layers and self.zero_stage != 3:
+            raise ValueError(
+                f"YaFSDP: hpz_first_layers_num={layers} contradicts zero_stage={self.zero_stage}, in which modules are "
+                f"gathered once and need no shard within the node; use zero_stage=3, or leave it out"
+            )
 
     def keeps(self, *, is_norm: bool) -> bool:
         """Whether a unit stays gathered until the end of the cycle."""
         return is_norm or self.zero_stage < 3
 
-    def reshards(self, *, is_norm: bool, is_root: bool) -> bool | None:
-        """``reshard_after_forward`` of a unit; a root of stage 3 does as roots do."""
+    def reshards(self, *, is_norm: bool, is_root: bool, node_size: int | None) -> bool | int | None:
+        """``reshard_after_forward`` of a unit; a root of stage 3 does as roots do.
+
+        Args:
+            is_norm: The unit of all norms.
+            is_root: The unit of the model itself.
+            node_size: If given, the ranks of a node hold the unit together between forward and backward.
+        """
         if self.keeps(is_norm=is_norm):
             return False
-        return None if is_root else True
+        return None if is_root else node_size or True
 
 
 @dataclass(frozen=True)
@@ -107,7 +122,12 @@ class Precision:
 
 
 def choose_backend(
-    precision: Precision, backend: Backend | None, use_yccl: bool, colors: str | None, profile: bool
+    precision: Precision,
+    schedule: Schedule,
+    backend: Backend | None,
+    use_yccl: bool,
+    colors: str | None,
+    profile: bool,
 ) -> Backend | None:
     """Who communicates for all units but, with yccl, the norms.
 
@@ -119,6 +139,11 @@ def choose_backend(
     for name, value in (("use_yccl", use_yccl), ("yccl_intra_inter_expr", colors)):
         if backend is not None and value:
             raise ValueError(f"YaFSDP: {name}={value!r} contradicts backend={backend!r}; give one of the two")
+    if use_yccl and schedule.hpz_first_layers_num:
+        raise ValueError(
+            f"YaFSDP: use_yccl=True contradicts hpz_first_layers_num={schedule.hpz_first_layers_num}: yccl gathers "
+            f"among all ranks only"
+        )
     if use_yccl and not precision.is_bit16:
         raise ValueError(
             f"YaFSDP: use_yccl=True is for 16-bit gathers and needs param_dtype=torch.bfloat16 or torch.float16, got "
@@ -134,9 +159,7 @@ def choose_backend(
     return HierarchicalBackend(colors) if colors is not None else backend
 
 
-def refuse_unsupported(
-    model_parallel_group: dist.ProcessGroup | None, reduces_over_it: bool, hpz_first_layers_num: int
-) -> None:
+def refuse_unsupported(model_parallel_group: dist.ProcessGroup | None, reduces_over_it: bool) -> None:
     """Raises ValueError for arguments of the original wrapper that mean nothing here."""
     if model_parallel_group is not None and model_parallel_group.size() > 1:
         raise ValueError(
@@ -147,11 +170,6 @@ def refuse_unsupported(
         raise ValueError(
             "YaFSDP: all_reduce_grads_across_model_parallel_group=True: tensor parallelism is not supported; leave it "
             "out"
-        )
-    if hpz_first_layers_num:
-        raise ValueError(
-            f"YaFSDP: hpz_first_layers_num={hpz_first_layers_num}: shards within a node are not supported; leave it "
-            f"out. To send less between nodes give yccl_intra_inter_expr, to gather once per iteration zero_stage=2"
         )
 
 
