@@ -27,7 +27,7 @@ class Kind(Enum):
     INT = "a whole number"
     CHOICE = "one of a list"
     NAMES = "class names, separated by commas"
-    RESHARD = "true, false, FULL_SHARD or SHARD_GRAD_OP"
+    RESHARD = "true, false, FULL_SHARD, SHARD_GRAD_OP or a number of processes"
     TEXT = "text"
 
 
@@ -72,8 +72,6 @@ class Key:
 
 
 _ONE_PREFETCH = "the engine always gathers the next unit while the backward pass of this one runs; use BACKWARD_PRE"
-_NO_OFFLOAD = "this version keeps parameters on the device that computes; leave it out or set it to false"
-_NO_GROUPS = "resharding to a smaller group is not supported in this version; use true or false"
 _NO_SHARD = "this engine exists to shard; leave out --fsdp_ya_fsdp_enabled to replicate the model on every process"
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
@@ -149,14 +147,14 @@ _TABLE = (
         "fsdp_reshard_after_forward",
         Kind.RESHARD,
         None,
-        "Free a unit's parameters after its forward pass (true, FULL_SHARD) or keep them (false, SHARD_GRAD_OP).",
+        "Free a unit's parameters after its forward pass (true, FULL_SHARD), keep them (false, SHARD_GRAD_OP), or let "
+        "so many neighbours keep them together.",
     ),
     Key(
         "fsdp_offload_params",
         Kind.BOOL,
         False,
-        "Keep sharded parameters and gradients in host memory.",
-        refused={"true": _NO_OFFLOAD},
+        "Keep sharded parameters, gradients and optimizer state in host memory; each gather copies from there.",
     ),
     Key(
         "fsdp_auto_wrap_policy",
@@ -299,14 +297,14 @@ def _parse_names(value: Any) -> tuple[str, ...]:
     return tuple(name for name in (str(part).strip() for part in parts) if name)
 
 
-def _parse_reshard(key: Key, value: Any) -> bool:
+def _parse_reshard(key: Key, value: Any) -> bool | int:
     word = str(getattr(value, "name", value)).strip()
     if word.upper() in ("FULL_SHARD", "SHARD_GRAD_OP"):
         return word.upper() == "FULL_SHARD"
     if word.upper() == "NO_SHARD":
         raise SettingsError(f"{key.name}: NO_SHARD is not supported by ya-fsdp: {_NO_SHARD}")
     if not isinstance(value, bool) and word.isdigit() and int(word) > 1:
-        raise SettingsError(f"{key.name}: {word} is not supported by ya-fsdp: {_NO_GROUPS}")
+        return int(word)
     try:
         return parse_bool(key.name, value)
     except SettingsError:

@@ -213,9 +213,9 @@ def _existing(module: nn.Module, name: str) -> nn.Parameter:
     return parameter
 
 
-def _unit_reshard(unit: Unit, settings: Settings) -> bool | None:
+def _unit_reshard(unit: Unit, settings: Settings) -> bool | int | None:
     """The last unit of forward is the first of backward: freeing it in between would only gather it twice."""
-    if unit.kind in ("head", "tied") and settings.reshard_after_forward in (None, True):
+    if unit.kind in ("head", "tied"):
         return False
     return settings.reshard_after_forward
 

@@ -77,7 +77,7 @@ def check(values: Mapping[str, Any]) -> None:
 def _check_resharding(values: Mapping[str, Any]) -> None:
     strategy = values.get("fsdp_sharding_strategy")
     reshard = values.get("fsdp_reshard_after_forward")
-    if strategy is not None and reshard is not None and _RESHARDS[strategy] is not reshard:
+    if strategy is not None and reshard is not None and _RESHARDS[strategy] is not bool(reshard):
         raise SettingsError(
             f"fsdp_sharding_strategy: {strategy} and fsdp_reshard_after_forward: {str(reshard).lower()} contradict "
             "each other; give one of them"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils.dataclasses import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -61,14 +62,15 @@ class Settings:
     """Everything that decides how a model is sharded, fully resolved.
 
     Attributes:
-        reshard_after_forward: what is passed to the engine for each unit; ``None`` lets the engine decide.
+        reshard_after_forward: what is passed to the engine for each unit: a number means a smaller group of so many
+            processes, ``None`` lets the engine decide.
         hybrid: replicate over groups of ``hybrid_group_size`` processes (``None``: the processes of one host).
         reduce_dtype: ``None`` where nobody chose one.
         num_layers_to_checkpoint: ``None`` where the switch alone decides.
         ignored_modules: a pattern for full names, or the modules themselves.
     """
 
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
     hybrid: bool = False
     hybrid_group_size: int | None = None
     reduce_dtype: str | None = None
@@ -153,7 +155,7 @@ class YaFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         self.transformer_cls_names_to_wrap = list(settings.wrap_classes) or None
         self.min_num_params = settings.min_num_params
         self.ignored_modules = settings.ignored_modules
-        self.cpu_offload = OffloadPolicy()
+        self.cpu_offload = CPUOffloadPolicy(settings.pin_memory) if settings.offload_params else OffloadPolicy()
         self.set_state_dict_type(settings.state_dict_type)
 
     def __repr__(self) -> str:

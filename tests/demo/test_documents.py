@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate_plugin.keys import KEYS, SettingsError, parse_key
+from accelerate_plugin.keys import KEYS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -42,15 +42,6 @@ def test_keys_and_make_targets_named_in_it_exist(document: Path) -> None:
     assert keys - torch_hooks <= set(KEYS)
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE)) <= targets
-
-
-def test_what_the_readme_calls_missing_is_refused() -> None:
-    missing = (ROOT / "README.md").read_text(encoding="utf-8").partition("Not there yet")[2].partition("\n\n")[0]
-    assert "`fsdp_offload_params`" in missing
-    assert "resharding to a smaller group" in missing
-    for key, value in {"fsdp_offload_params": "true", "fsdp_reshard_after_forward": "4"}.items():
-        with pytest.raises(SettingsError, match="is not supported by ya-fsdp"):
-            parse_key(key, value)
 
 
 @pytest.mark.slow

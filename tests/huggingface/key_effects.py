@@ -70,6 +70,27 @@ def gathers(variables: Variables) -> Any:
     return recorder.count(GATHER, "forward"), recorder.count(GATHER, "backward")
 
 
+def asked_of_the_engine(variables: Variables) -> Any:
+    """How a block is sharded, after a step that works: resharding, where shards live, whether page-locked."""
+    from accelerate_plugin import prepare
+
+    asked: list[dict[str, Any]] = []
+
+    def fully_shard(module: Any, **options: Any) -> Any:
+        asked.append(options)
+        return original(module, **options)
+
+    original = prepare.fully_shard
+    with session(**variables) as accelerator, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "fully_shard", fully_shard)
+        model = _prepared(accelerator)
+        _step(accelerator, model)
+        _step(accelerator, model)
+    block = asked[2]
+    policy = block["offload_policy"]
+    return block["reshard_after_forward"], type(policy).__name__, getattr(policy, "pin_memory", None)
+
+
 def copies(variables: Variables) -> Any:
     """How many copies of the model the ranks hold together."""
     with session(**variables) as accelerator:

@@ -5,15 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from accelerate_plugin import rules
 from accelerate_plugin.keys import KEYS, Kind, SettingsError
 from accelerate_plugin.settings import Settings
 from tests.huggingface import key_effects as see
-from tests.support.models import build_model
+from tests.huggingface.session import accelerated_steps, assert_close_to, plain_steps, session
+from tests.support.models import build_model, token_batches
 
 OnRanks = Callable[..., list[Any]]
 HYBRID = {"fsdp_sharding_strategy": "HYBRID_SHARD"}
+OFFLOAD = {"fsdp_offload_params": "true"}
 RECOMPUTE = {"fsdp_activation_checkpointing": "true"}
 BY_SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}
 SHARDED = ["", ".distcp", ".json"]
@@ -30,6 +33,8 @@ EFFECTS: list[tuple[str, str, Callable[..., Any], Any, dict[str, str]]] = [
     ("fsdp_ya_fsdp_reshard_after_forward", "false", see.gathers, (5, 0), {"fsdp_reshard_after_forward": "true"}),
     ("fsdp_ya_fsdp_hybrid_group_size", "1", see.copies, 2.0, HYBRID),
     ("fsdp_ya_fsdp_hybrid_group_size", "2", see.copies, 1.0, HYBRID),
+    ("fsdp_ya_fsdp_pin_memory", "true", see.asked_of_the_engine, (None, "CPUOffloadPolicy", True), OFFLOAD),
+    ("fsdp_ya_fsdp_pin_memory", "false", see.asked_of_the_engine, (None, "CPUOffloadPolicy", False), OFFLOAD),
     ("fsdp_ya_fsdp_shard_alignment", "8", see.aligned_to, 8, {}),
     ("fsdp_ya_fsdp_shard_alignment", "64", see.aligned_to, 64, {}),
     ("fsdp_num_layers_to_checkpoint", "0", see.recomputed, (0, 0), {}),
@@ -45,7 +50,9 @@ EFFECTS: list[tuple[str, str, Callable[..., Any], Any, dict[str, str]]] = [
     ("fsdp_reshard_after_forward", "FULL_SHARD", see.gathers, (5, 4), {}),
     ("fsdp_reshard_after_forward", "false", see.gathers, (5, 0), {}),
     ("fsdp_reshard_after_forward", "SHARD_GRAD_OP", see.gathers, (5, 0), {}),
-    ("fsdp_offload_params", "false", see.gathers, (5, 4), {}),
+    ("fsdp_reshard_after_forward", "2", see.asked_of_the_engine, (2, "OffloadPolicy", None), {}),
+    ("fsdp_offload_params", "true", see.asked_of_the_engine, (None, "CPUOffloadPolicy", True), {}),
+    ("fsdp_offload_params", "false", see.asked_of_the_engine, (None, "OffloadPolicy", None), {}),
     ("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", see.units, 5, {}),
     ("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP", see.units, 5, {"fsdp_min_num_params": "5000"}),
     ("fsdp_auto_wrap_policy", "NO_WRAP", see.units, 1, {}),
@@ -75,13 +82,12 @@ EFFECTS: list[tuple[str, str, Callable[..., Any], Any, dict[str, str]]] = [
 #: key, value, a piece of the reason, and other keys that are given too.
 REFUSALS: list[tuple[str, str, str, dict[str, str]]] = [
     ("fsdp_ya_fsdp_pin_memory", "true", "needs fsdp_offload_params: true", {}),
-    ("fsdp_ya_fsdp_pin_memory", "false", "needs fsdp_offload_params: true", {}),
     ("fsdp_ya_fsdp_reduce_dtype", "int8", "allowed: fp32, bf16, fp16", {}),
     ("fsdp_ya_fsdp_hybrid_group_size", "2", "needs fsdp_sharding_strategy: HYBRID_SHARD", {}),
     ("fsdp_version", "3", "allowed: 1, 2", {}),
     ("fsdp_sharding_strategy", "NO_SHARD", "this engine exists to shard", {}),
-    ("fsdp_reshard_after_forward", "4", "smaller group", {}),
-    ("fsdp_offload_params", "true", "keeps parameters on the device that computes", {}),
+    ("fsdp_reshard_after_forward", "-1", "or a number of processes", {}),
+    ("fsdp_offload_params", "perhaps", "allowed: true, false", {}),
     ("fsdp_backward_prefetch", "BACKWARD_POST", "always gathers the next unit", {}),
     ("fsdp_backward_prefetch", "NO_PREFETCH", "always gathers the next unit", {}),
     ("fsdp_limit_all_gathers", "false", "two shared buffers", {}),
@@ -105,6 +111,26 @@ def test_a_key_does_what_its_table_says(
         build_model("llama").save_pretrained(tmp_path)  # type: ignore[operator]
         folder = (str(tmp_path),)
     assert on_ranks(2, what, _variables({**others, key: value}), *folder) == [seen, seen]
+
+
+def _trains(variables: dict[str, str]) -> None:
+    reference, batches = build_model("llama"), token_batches(3)
+    expected = plain_steps(reference, torch.optim.AdamW(reference.parameters()), batches)
+    model = build_model("llama")
+    with session(**variables) as accelerator:
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        assert accelerated_steps(accelerator, model, optimizer, batches) == pytest.approx(expected, abs=1e-5)
+        assert_close_to(model, reference, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("world", "values"),
+    [(2, {"fsdp_offload_params": "true"}), (4, {"fsdp_reshard_after_forward": "2", "fsdp_offload_params": "true"})],
+)
+def test_offloaded_and_regrouped_shards_train_as_one_process(
+    on_ranks: OnRanks, world: int, values: dict[str, str]
+) -> None:
+    on_ranks(world, _trains, _variables(values))
 
 
 @pytest.mark.parametrize(("key", "value", "reason", "others"), REFUSALS)

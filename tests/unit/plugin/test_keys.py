@@ -92,7 +92,8 @@ def test_reshard_takes_the_values_of_both_fsdp_versions(name: str) -> None:
     assert parse_key(name, "FULL_SHARD") is True
     assert parse_key(name, "SHARD_GRAD_OP") is False
     assert parse_key(name, "true") is True
-    for value in ("4", 4, "NO_SHARD", "sometimes"):
+    assert parse_key(name, "4") == parse_key(name, 4) == 4
+    for value in ("NO_SHARD", "sometimes", "2.5", -2):
         with pytest.raises(SettingsError, match=name):
             parse_key(name, value)
 

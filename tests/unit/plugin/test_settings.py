@@ -86,6 +86,13 @@ def test_a_scripts_own_plugin_is_read_field_by_field() -> None:
     assert found.forward_prefetch
 
 
+def test_offloading_and_smaller_groups_are_taken_from_a_scripts_plugin() -> None:
+    plugin = build_plugin(FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True, reshard_after_forward=4))
+    assert plugin.settings.offload_params
+    assert type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
+    assert plugin.settings.reshard_after_forward == 4
+
+
 def test_torchs_policies_of_the_known_kinds_are_understood() -> None:
     by_class = partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear})
     assert script(auto_wrap_policy=by_class).wrap_classes == ("Linear",)
@@ -99,10 +106,9 @@ def test_torchs_policies_of_the_known_kinds_are_understood() -> None:
     ("fields", "name"),
     [
         ({"param_init_fn": print}, "param_init_fn"),
-        ({"cpu_offload": True}, "fsdp_offload_params"),
         ({"limit_all_gathers": False}, "fsdp_limit_all_gathers"),
         ({"sharding_strategy": ShardingStrategy.NO_SHARD}, "fsdp_sharding_strategy"),
-        ({"reshard_after_forward": 4}, "fsdp_reshard_after_forward"),
+        ({"reshard_after_forward": "sometimes"}, "fsdp_reshard_after_forward"),
     ],
 )
 def test_a_field_that_cannot_be_honoured_is_refused_by_name(fields: Any, name: str) -> None:
