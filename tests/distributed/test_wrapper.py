@@ -210,6 +210,25 @@ def test_norms_are_found_by_class_and_are_not_a_unit_without_one(on_ranks):
     on_ranks(2, without_rogue_norm)
 
 
+def leave_the_rest_to_the_model():
+    """What nobody lists is the model's own unit: kept from forward to backward, reduced once per cycle."""
+    steps, batches = 2, token_batches(2, rows=ROWS)
+    expected = reference_run(build_model("llama"), sgd, batches, max_norm=1.0)
+    model = build_model("llama")
+    blocks = [(block, f"b{place}") for place, block in enumerate(model.model.layers)]
+    model = wrap(model, modules_to_wrap_with_names=blocks, gradient_accumulation_steps=steps)
+    recorder = CollectiveRecorder()
+    losses, norms = train(model, batches, steps, [recorder])
+    assert_same_numbers(losses, expected.losses, "loss", atol=1e-5)
+    assert_same_numbers(norms, expected.norms, "norm", atol=1e-5)
+    assert [recorder.count(GATHER, str(index)) for index in range(steps)] == [2 * 3 + 1 + 1, 2 * 3 + 1]
+    assert [recorder.count(REDUCE_SCATTER, str(index)) for index in range(steps)] == [0, 3 + 1 + 1]
+
+
+def test_what_nobody_lists_is_the_models_own_unit(on_ranks):
+    on_ranks(2, leave_the_rest_to_the_model)
+
+
 def check_dtypes():
     tokens = token_batches(1, rows=4)[0]
     bf16, fp32 = torch.bfloat16, torch.float32

@@ -104,8 +104,12 @@ def refuse_nothing_to_start_from():
         ValueError, match=f"model.embed_tokens.weight is on the meta device on rank {rank}.*param_init_fn"
     ):
         wrap(on_meta("llama"))
-    with pytest.raises(ValueError, match="on the meta device on the first rank"):  # on both ranks: nobody waits
+    with pytest.raises(ValueError, match="on the meta device on rank 0"):  # on both ranks: nobody waits
         wrap(on_meta("llama") if rank == 0 else build_model("llama"), sync_module_states=True)
+    with pytest.raises(ValueError, match=r"rank 1 has another model.*'lm_head.weight \[102, 40\] torch.float32'"):
+        wrap(build_model("llama", vocab_size=101 + rank), sync_module_states=True)
+    with pytest.raises(ValueError, match=r"rank 1 has another model.*lm_head.weight \[101, 40\] torch.bfloat16'"):
+        wrap(build_model("llama", dtype=(torch.float32, torch.bfloat16)[rank]), sync_module_states=True)
     with pytest.raises(
         ValueError, match=r"rank \d: param_init_fn left model.layers.0.input_layernorm.weight on the meta device"
     ):

@@ -101,20 +101,42 @@ class UnitPreparation:
             )
 
     def _check_source(self, model: nn.Module) -> None:
-        """Refuses, on all ranks alike, a model without values of its own where values should come from."""
+        """Refuses, on all ranks alike, a model that has no values to start from, or other tensors than the source's."""
         first = next(self._without_memory(list(model.modules())), None)
         group = self._sync_group
-        missing: list[str | None] = [first]
+        problem = None
+        if first is not None and self._init is None and (group is None or group.rank() == 0):
+            problem = (
+                f"{first} is on the meta device on rank {dist.get_rank()}, so there is nothing to start from: give "
+                f"param_init_fn, or real weights on the first rank with sync_module_states=True"
+            )
         if group is not None:
-            missing = [None] * group.size()
-            dist.all_gather_object(missing, first, group=group)
-        if missing[0] is None or self._init is not None:
-            return
-        whose = "the first rank" if group is not None else f"rank {dist.get_rank()}"
-        raise ValueError(
-            f"YaFSDP: {missing[0]} is on the meta device on {whose}, so there is nothing to start from: give "
-            f"param_init_fn, or real weights on the first rank with sync_module_states=True"
-        )
+            own = self._tensor_list(model)
+            source: list[list[str]] = [own]
+            dist.broadcast_object_list(source, group_src=0, group=group)
+            if problem is None and own != source[0]:
+                differing = sorted(set(own) ^ set(source[0])) or ["their order"]
+                problem = (
+                    f"sync_module_states: rank {dist.get_rank()} has another model than the first rank: {differing[:4]}"
+                )
+            problems: list[str | None] = [None] * group.size()
+            dist.all_gather_object(problems, problem, group=group)
+            problem = next((found for found in problems if found is not None), None)
+        if problem is not None:
+            raise ValueError(f"YaFSDP: {problem}")
+
+    def _tensor_list(self, model: nn.Module) -> list[str]:
+        """Names, shapes and, where it counts, dtypes of all parameters and buffers, in the order of the exchange."""
+        found = []
+        for module in model.modules():
+            for table in _tables(module):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        dtype = self._precision.stored(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
+                        found.append(
+                            f"{self._paths[module]}.{name}".removeprefix(".") + f" {list(tensor.shape)} {dtype}"
+                        )
+        return found
 
     def _without_memory(self, members: Sequence[nn.Module]) -> Iterator[str]:
         for module in members:
