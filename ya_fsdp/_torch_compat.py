@@ -35,6 +35,7 @@ __all__ = [
     "get_module_state",
     "insert_module_state",
     "make_wrapper",
+    "preserve_versions",
     "queue_backward_callback",
     "reduce_scatter",
     "register_foreach_type",
@@ -43,6 +44,7 @@ __all__ = [
     "tree_unflatten",
 ]
 
+preserve_versions: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 get_module_state = _get_module_state
 insert_module_state = _insert_module_state
 

@@ -12,7 +12,7 @@ from ya_fsdp._torch_compat import get_module_state
 from ya_fsdp.comm import Backend
 from ya_fsdp.module import UnshardHandle, YaFSDPModule, attach_state
 from ya_fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
-from ya_fsdp.runtime.build import build_groups, find_params
+from ya_fsdp.runtime.build import GroupBuilder, find_params
 from ya_fsdp.runtime.mesh import ShardMesh
 from ya_fsdp.runtime.settings import UnitSettings
 from ya_fsdp.runtime.state import YaFSDPState
@@ -93,7 +93,7 @@ def fully_shard(
     """
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
-    _check_options(offload_policy, mp_policy)
+    _check_options(offload_policy)
     shard_mesh = ShardMesh(mesh if mesh is not None else _default_mesh(), backend)
     device = _mesh_device(shard_mesh.mesh)
     settings = _reshard_settings(reshard_after_forward, shard_mesh.shard.world_size)
@@ -101,17 +101,9 @@ def fully_shard(
     uses = find_params(managed, {id(param) for param in ignored_params or ()})
     _move_buffers((member for _, member in managed), device)
     state = YaFSDPState(modules, mp_policy, device, settings, reshard_by_default=reshard_after_forward is None)
-    state.groups = build_groups(
-        uses,
-        kind=type(modules[0]).__qualname__,
-        mesh_of=_mesh_chooser(shard_mesh, shard_placement_fn),
-        policy=mp_policy,
-        alignment=shard_alignment,
-        device=device,
-        offload=offload_policy,
-        settings=settings,
-        phase=state.phase,
-    )
+    kind, mesh_of = type(modules[0]).__qualname__, _mesh_chooser(shard_mesh, shard_placement_fn)
+    builder = GroupBuilder(kind, mesh_of, mp_policy, shard_alignment, device, offload_policy, settings, state.phase)
+    state.groups = builder.build(uses)
     for member in modules:
         attach_state(member, state)
     return module
@@ -141,11 +133,9 @@ def _check_modules(modules: list[nn.Module]) -> None:
                 )
 
 
-def _check_options(offload: OffloadPolicy, policy: MixedPrecisionPolicy) -> None:
+def _check_options(offload: OffloadPolicy) -> None:
     if not isinstance(offload, OffloadPolicy):
         raise ValueError(f"offload_policy: expected OffloadPolicy or CPUOffloadPolicy of ya_fsdp, got {offload!r}")
-    if policy.all_gather_dtype_to_param_cls:
-        raise ValueError("all_gather_dtype_to_param_cls is not supported in this version; leave it out")
 
 
 def _reshard_settings(reshard: bool | int | None, world_size: int) -> UnitSettings:

@@ -61,7 +61,7 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages behind tensors on this rank, each storage once."""
     storages = {}
     for tensor in tensors:
-        local = tensor._local_tensor if isinstance(tensor, RaggedShardDTensor) else tensor
+        local = tensor.local_data if isinstance(tensor, RaggedShardDTensor) else tensor
         storage = local.untyped_storage()
         storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ya_fsdp._torch_compat import DTensor, DTensorSpec, Placement, Replicate, Shard, TensorMeta, make_wrapper
 from ya_fsdp.ragged import table
 from ya_fsdp.ragged.convert import gather_full, scatter_mean, slice_full
+from ya_fsdp.ragged.inner import plain
 from ya_fsdp.ragged.placement import RaggedShard
 
 __all__ = ["RaggedShardDTensor"]
@@ -61,6 +62,11 @@ class RaggedShardDTensor(DTensor):
             return cast(torch.Tensor, _ToLocal.apply(self))  # type: ignore[no-untyped-call]
         return self._local_tensor
 
+    @property
+    def local_data(self) -> torch.Tensor:
+        """The slice as an ordinary tensor, also where the parameter is of a subclass that wraps it."""
+        return plain(self._local_tensor)
+
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The full tensor on every rank. A collective; differentiable.
 
@@ -72,7 +78,7 @@ class RaggedShardDTensor(DTensor):
         """
         if torch.is_grad_enabled() and self.requires_grad:
             return cast(torch.Tensor, _FullTensor.apply(self))  # type: ignore[no-untyped-call]
-        return gather_full(self._local_tensor, self._spec)
+        return gather_full(self.local_data, self._spec)
 
     def redistribute(
         self,
@@ -111,7 +117,7 @@ class RaggedShardDTensor(DTensor):
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         from ya_fsdp.ragged.checkpoint import write_items
 
-        return list(write_items(fqn, self._local_tensor, self._spec))
+        return list(write_items(fqn, self.local_data, self._spec))
 
     def __create_chunk_list__(self) -> list[Any]:
         from ya_fsdp.ragged.checkpoint import chunk_list
@@ -121,7 +127,7 @@ class RaggedShardDTensor(DTensor):
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         from ya_fsdp.ragged.checkpoint import tensor_shard
 
-        return tensor_shard(index, self._local_tensor, self._spec)
+        return tensor_shard(index, self.local_data, self._spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -179,7 +185,7 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: RaggedShardDTensor) -> torch.Tensor:
         ctx.spec = tensor._spec
-        return gather_full(tensor._local_tensor, tensor._spec)
+        return gather_full(tensor.local_data, tensor._spec)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

@@ -32,7 +32,7 @@ def _local(value: Any, spec: DTensorSpec, func: Any) -> Any:
     """Local operand that lines up, element by element, with the local slice of ``spec``."""
     if type(value) is RaggedShardDTensor:
         if value._spec is spec or (value._spec.placements == spec.placements and value._spec.shape == spec.shape):
-            return value._local_tensor
+            return value.local_data
         raise refusal(func, f"operands have different layouts, {value._spec.placements} and {spec.placements}", value)
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
@@ -46,7 +46,7 @@ def _local(value: Any, spec: DTensorSpec, func: Any) -> Any:
 
 
 def _full(value: Any) -> Any:
-    return gather_full(value._local_tensor, value._spec) if isinstance(value, RaggedShardDTensor) else value
+    return gather_full(value.local_data, value._spec) if isinstance(value, RaggedShardDTensor) else value
 
 
 def _wrap_like(result: Any, spec: DTensorSpec) -> Any:
@@ -72,9 +72,8 @@ def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @register(
-    aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like, aten.clone, aten._to_copy, aten.zero_,
-    aten.detach, aten.alias, aten.copy_, aten.lift_fresh, aten.isnan, aten.detach_, aten.masked_fill,
-    aten.masked_fill_, aten.fill, aten.fill_, aten.rsub,
+    aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like, aten.zero_, aten.copy_, aten.isnan,
+    aten.detach_, aten.masked_fill, aten.masked_fill_, aten.fill, aten.fill_, aten.rsub,
 )  # fmt: skip
 def _keeps_layout(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if kwargs.get("memory_format") is not None:  # a slice is one-dimensional: only the contiguous form exists
@@ -82,12 +81,21 @@ def _keeps_layout(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return elementwise(func, args, kwargs)
 
 
+@register(aten.detach, aten.alias, aten.lift_fresh, aten.clone, aten._to_copy)
+def _same_values(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A slice of a subclass stays one, as far as the subclass lets it."""
+    tensor = args[0]
+    if type(tensor) is not RaggedShardDTensor or type(tensor._local_tensor) is torch.Tensor:
+        return _keeps_layout(func, args, kwargs)
+    return _wrap_like(func(tensor._local_tensor, **kwargs), tensor._spec)
+
+
 @register(aten.view, aten._unsafe_view, aten.reshape, aten.expand)
 def _same_shape_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
     tensor = args[0]
     sizes = list(args[1])
     if len(sizes) == tensor.dim() and all(size in (full, -1) for size, full in zip(sizes, tensor.shape, strict=True)):
-        return RaggedShardDTensor.wrap(tensor._local_tensor, tensor._spec)
+        return RaggedShardDTensor.wrap(tensor.local_data, tensor._spec)
     raise refusal(func, f"a slice cannot be viewed as {tuple(sizes)}", tensor)
 
 
@@ -95,8 +103,8 @@ def _same_shape_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _new_tensor(func: Any, args: Args, kwargs: Kwargs) -> Any:
     tensor, sizes = args[0], tuple(args[1])
     if sizes != tuple(tensor.shape):
-        return func(tensor._local_tensor, *args[1:], **kwargs)
-    result = func(tensor._local_tensor, list(tensor._local_tensor.shape), *args[2:], **kwargs)
+        return func(tensor.local_data, *args[1:], **kwargs)
+    result = func(tensor.local_data, list(tensor.local_data.shape), *args[2:], **kwargs)
     return _wrap_like(result, tensor._spec)
 
 
@@ -109,7 +117,7 @@ def _random_fill(func: Any, args: Args, kwargs: Kwargs) -> Any:
     tensor = args[0]
     full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     func(full, *args[1:], **kwargs)
-    tensor._local_tensor.copy_(slice_full(full, tensor._spec))
+    tensor.local_data.copy_(slice_full(full, tensor._spec))
     return tensor
 
 
@@ -149,10 +157,18 @@ def _item(func: Any, args: Args, kwargs: Kwargs) -> Any:
 # ---- lists of tensors -----------------------------------------------------------------------------------------------
 
 
+def _operand(value: Any) -> Any:
+    return value.local_data if type(value) is RaggedShardDTensor else value
+
+
 def _unwrap_list(values: Any) -> Any:
     if not isinstance(values, (list, tuple)):
         return values
-    return [value._local_tensor if type(value) is RaggedShardDTensor else value for value in values]
+    # The common case stays inside of the loop: an optimizer step comes by here with thousands of slices.
+    return [
+        v._local_tensor if type(v) is RaggedShardDTensor and type(v._local_tensor) is torch.Tensor else _operand(v)
+        for v in values
+    ]
 
 
 def on_lists(func: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -60,7 +60,7 @@ def _root(sums: torch.Tensor, order: float) -> torch.Tensor:
 
 def _norms(tensors: list[RaggedShardDTensor], order: float, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Global norm of each tensor. One all-reduce. Shapes: result ``[len(tensors)]``."""
-    locals_ = [t._local_tensor if dtype is None else t._local_tensor.to(dtype) for t in tensors]
+    locals_ = [t.local_data if dtype is None else t.local_data.to(dtype) for t in tensors]
     sums = all_reduce(_power_sums(locals_, order), tensors[0]._spec, _norm_op(order))
     return _root(sums, order)
 
@@ -118,7 +118,7 @@ def _sum(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
     keepdim = bool(args[2]) if len(args) > 2 else bool(kwargs.get("keepdim", False))
     is_mean = func.overloadpacket is aten.mean
     if _covers_all(tensor, dims):
-        total = all_reduce(torch.sum(tensor._local_tensor, dtype=dtype), tensor._spec, dist.ReduceOp.SUM)
+        total = all_reduce(torch.sum(tensor.local_data, dtype=dtype), tensor._spec, dist.ReduceOp.SUM)
         count = tensor.numel()
         total = total.reshape([1] * tensor.dim()) if keepdim else total
     else:
@@ -139,7 +139,7 @@ def _variance(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
         correction = 1.0 if given is None else float(given)
     if not _covers_all(tensor, dims) or kwargs.get("keepdim"):
         raise refusal(func, f"a variance over dimensions {dims} needs whole rows", tensor)
-    local, count = tensor._local_tensor, tensor.numel()
+    local, count = tensor.local_data, tensor.numel()
     mean = all_reduce(local.sum(), tensor._spec, dist.ReduceOp.SUM) / max(count, 1)
     squares: torch.Tensor = all_reduce((local - mean).square_().sum(), tensor._spec, dist.ReduceOp.SUM)
     variance = squares / max(count - correction, 0.0)
@@ -153,7 +153,7 @@ def _extreme(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
         dims = args[1] if len(args) > 1 else kwargs.get("dim")
         if isinstance(dims, torch.Tensor) or not _covers_all(tensor, dims):
             raise refusal(func, "is defined on whole tensors only here", tensor)
-    local, packet = tensor._local_tensor, func.overloadpacket
+    local, packet = tensor.local_data, func.overloadpacket
     op, neutral = _EXTREMES[packet]
     is_bool = packet in (aten.any, aten.all) or local.dtype is torch.bool
     result = (
@@ -187,7 +187,7 @@ def _covers_all(tensor: torch.Tensor, dims: Any) -> bool:
 
 def _along(tensor: RaggedShardDTensor, dims: Any, reduce_box: Any, dtype: torch.dtype | None) -> torch.Tensor:
     """Sums what ``reduce_box`` makes of each box of the slice. Shapes: result as the full tensor, reduced dims gone."""
-    spec, local = tensor._spec, tensor._local_tensor
+    spec, local = tensor._spec, tensor.local_data
     mine, (shape, corner), reduced = local_range(spec), block_of(spec), _dims(tensor, dims)
     kept = [dim for dim in range(tensor.dim()) if dim not in reduced]
     total = local.new_zeros([spec.shape[dim] for dim in kept], dtype=dtype or local.dtype)

@@ -51,6 +51,12 @@ class ShardMesh:
         """Collectives along the replicating axis; None without one."""
         return ProcessGroupCollectives(self.mesh.get_group(0)) if self.mesh.ndim == 2 else None
 
+    @property
+    def shard_axis(self) -> DeviceMesh:
+        """The sharding axis alone, where it has a name."""
+        names = self.mesh.mesh_dim_names
+        return self.mesh[names[-1]] if self.mesh.ndim == 2 and names else self.mesh
+
     def smaller(self, size: int) -> Collectives:
         """Collectives among ``size`` neighbours along the sharding axis, which together hold a whole bucket.
 

@@ -1,17 +1,21 @@
 """One parameter: its sharded and its unsharded form, and the modules that show one of them."""
 
+import inspect
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from ya_fsdp._torch_compat import DTensor, make_wrapper
+from ya_fsdp._torch_compat import DTensor, make_wrapper, preserve_versions
 from ya_fsdp.layout import ParamSpan
+from ya_fsdp.policy import MixedPrecisionPolicy
 from ya_fsdp.ragged import RaggedShardDTensor
 
-__all__ = ["ParamSite", "ParamSwitch", "YaFSDPParam", "local_part"]
+__all__ = ["ExtensionsData", "ParamSite", "ParamSwitch", "YaFSDPParam", "local_part"]
 
 
 class ParamSite:
@@ -20,7 +24,7 @@ class ParamSite:
     Holds the module's parameter dict rather than the module, so that deleting a model frees it at once.
     """
 
-    __slots__ = ("_module", "is_plain", "name", "owner", "parameters")
+    __slots__ = ("is_plain", "module", "name", "owner", "parameters")
 
     def __init__(self, module: nn.Module, name: str, owner: str) -> None:
         self.name = name
@@ -30,7 +34,7 @@ class ParamSite:
         """The module's parameter dict, which stands for the module."""
         # Some modules (recurrent ones) keep copies of their parameters up to date in __setattr__.
         self.is_plain = type(module).__setattr__ is nn.Module.__setattr__
-        self._module = None if self.is_plain else weakref.ref(module)
+        self.module = weakref.ref(module)
 
     @property
     def current(self) -> nn.Parameter | None:
@@ -39,11 +43,26 @@ class ParamSite:
 
     def show(self, param: nn.Parameter) -> None:
         """Makes the module show ``param``."""
-        module = self._module() if self._module is not None else None
+        module = None if self.is_plain else self.module()
         if module is None:
             self.parameters[self.name] = param
         else:
             setattr(module, self.name, param)
+
+
+@dataclass
+class ExtensionsData:
+    """What a parameter's first gather hook tells the second, at every gather.
+
+    Attributes:
+        all_gather_metadata: Anything, such as a scale.
+    """
+
+    all_gather_metadata: Any = None
+
+    def clear(self) -> None:
+        """Forgets it: the next gather brings its own."""
+        self.all_gather_metadata = None
 
 
 def local_part(param: torch.Tensor) -> torch.Tensor:
@@ -62,9 +81,21 @@ class YaFSDPParam:
         span: Its range in the bucket's flat buffer.
         sharded_param: This rank's slice, a ``RaggedShardDTensor``; what the optimizer holds.
         unsharded_param: The full parameter, a view of the gather buffer; None before the first gather.
+        extensions: What the parameter's own gather hooks have to say, if it has any.
     """
 
-    __slots__ = ("attributes", "name", "parallel", "shape", "sharded_param", "sites", "span", "unsharded_param")
+    __slots__ = (
+        "_inner",
+        "attributes",
+        "extensions",
+        "name",
+        "parallel",
+        "shape",
+        "sharded_param",
+        "sites",
+        "span",
+        "unsharded_param",
+    )
 
     def __init__(
         self, name: str, sites: list[ParamSite], param: nn.Parameter, span: ParamSpan, sharded_param: nn.Parameter
@@ -77,6 +108,8 @@ class YaFSDPParam:
         self.attributes: dict[str, Any] = dict(param.__dict__)  # what libraries attach to parameters goes along
         self.sharded_param = sharded_param
         self.unsharded_param: nn.Parameter | None = None
+        self.extensions = ExtensionsData()
+        self._inner: tuple[torch.Tensor, ...] = ()
         sharded_param.__dict__.update(self.attributes)
 
     def set_full_name(self, module_names: dict[int, str]) -> None:
@@ -103,6 +136,70 @@ class YaFSDPParam:
             view = make_wrapper(DTensor, view, self.parallel)
         self.unsharded_param = nn.Parameter(view, requires_grad=self.sharded_param.requires_grad)
         self.unsharded_param.__dict__.update(self.attributes)
+
+    def set_all_gather_input(
+        self, rows: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy
+    ) -> tuple[torch.Tensor, ...]:
+        """Calls the parameter's first gather hook and keeps its metadata for the second.
+
+        Args:
+            rows: This rank's rows, of the parameter's class.
+            mesh: The sharding axis.
+            policy: Dtypes of the unit.
+
+        Returns:
+            What is to be gathered.
+
+        Raises:
+            RuntimeError: If the first tensor has another dtype than the policy wants for the class.
+        """
+        hook = rows.fsdp_pre_all_gather
+        stride = torch.empty(self.shape, device="meta").stride()
+        others = (self.shape, stride, self.sites[0].module(), policy)
+        takes_mesh_only = len(inspect.signature(hook).parameters) == 1
+        inputs, self.extensions.all_gather_metadata = hook(mesh) if takes_mesh_only else hook(mesh, *others)
+        for dtype, cls in policy.all_gather_dtype_to_param_cls.items():
+            if isinstance(rows, cls) and inputs[0].dtype != dtype:  # what comes behind it may be its scales
+                raise RuntimeError(
+                    f"{self.name}: all_gather_dtype_to_param_cls wants a {cls.__name__} to be gathered as {dtype}, but "
+                    f"its fsdp_pre_all_gather returned {[value.dtype for value in inputs]}"
+                )
+        return tuple(inputs)
+
+    def init_extended_param(self, outputs: tuple[torch.Tensor, ...], dtype: torch.dtype) -> None:
+        """Calls the parameter's second gather hook; from the second time on it fills the same unsharded parameter.
+
+        Args:
+            outputs: What was gathered, in the order of the inputs.
+            dtype: Dtype of compute.
+        """
+        local: Any = self.sharded_param._local_tensor  # type: ignore[attr-defined]
+        metadata = self.extensions.all_gather_metadata
+        self.extensions.clear()
+        with torch.no_grad():
+            if self.unsharded_param is None:
+                full, self._inner = local.fsdp_post_all_gather(outputs, metadata, dtype)
+                if self.parallel is not None:
+                    full = make_wrapper(DTensor, full, self.parallel)
+                self.unsharded_param = nn.Parameter(full, requires_grad=self.sharded_param.requires_grad)
+                self.unsharded_param.__dict__.update(self.attributes)
+                return
+            for inner in self._inner:
+                storage = inner.untyped_storage()
+                if not storage.nbytes():
+                    storage.resize_(inner.numel() * inner.itemsize)
+            out = local_part(self.unsharded_param)
+            # What autograd saved in the forward is filled with the same values again.
+            with preserve_versions((self.unsharded_param, *self._inner)):
+                local.fsdp_post_all_gather(outputs, metadata, dtype, out=out)
+
+    def free_extended_param(self, gathered: Sequence[torch.UntypedStorage]) -> None:
+        """Frees what the second hook has made, beside what was gathered."""
+        known = {storage._cdata for storage in gathered}
+        for inner in self._inner:
+            storage = inner.untyped_storage()
+            if storage._cdata not in known:
+                storage.resize_(0)
 
     def to_sharded(self) -> None:
         """Shows the sharded parameter in every module."""

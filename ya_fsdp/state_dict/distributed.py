@@ -124,6 +124,6 @@ def _empty(key: str, entry: Any, param: torch.Tensor) -> Any:
         return None  # a plain object, which is read as it is
     dtype = entry.properties.dtype
     if isinstance(param, RaggedShardDTensor) and size == param.shape and key != "step":
-        local = torch.empty_like(param._local_tensor, dtype=dtype)
+        local = torch.empty_like(param.local_data, dtype=dtype)
         return RaggedShardDTensor.wrap(local, spec_like(param._spec, dtype))
     return torch.empty(size, dtype=dtype, device="cpu" if key == "step" else param.device)

@@ -59,7 +59,7 @@ def get_full_state_dict(
         if id(value) not in gathered:  # every rank gathers a tied parameter once, whether or not it keeps it
             full = value.detach()
             if isinstance(full, RaggedShardDTensor):
-                full = gather_full(full._local_tensor, full._spec)
+                full = gather_full(full.local_data, full._spec)
             if keeps and cpu_offload:
                 full = full.cpu()
             gathered[id(value)] = full if keeps else full.new_empty(0)
@@ -149,7 +149,7 @@ def load_local_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *, se
 
 def _local(value: torch.Tensor) -> torch.Tensor:
     plain = value.detach()
-    return plain._local_tensor if isinstance(plain, RaggedShardDTensor) else plain
+    return plain.local_data if isinstance(plain, RaggedShardDTensor) else plain
 
 
 def _compare(

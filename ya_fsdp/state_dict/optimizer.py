@@ -67,7 +67,7 @@ def get_full_optimizer_state_dict(
 
     def full(value: Any) -> Any:
         if isinstance(value, RaggedShardDTensor):
-            value = gather_full(value._local_tensor, value._spec)
+            value = gather_full(value.local_data, value._spec)
         if not keeps:
             return None
         return value.cpu() if cpu_offload and isinstance(value, torch.Tensor) else value
@@ -83,7 +83,7 @@ def get_local_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
         name: [key for key, value in entry.items() if isinstance(value, RaggedShardDTensor)]
         for name, entry in full["state"].items()
     }
-    local = _collect(model, optimizer, lambda v: v._local_tensor if isinstance(v, RaggedShardDTensor) else v)
+    local = _collect(model, optimizer, lambda v: v.local_data if isinstance(v, RaggedShardDTensor) else v)
     return {"header": local_header(parameters_by_name(model, optimizer)), "sharded": sharded, **local}
 
 

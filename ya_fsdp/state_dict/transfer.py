@@ -20,7 +20,7 @@ def fill(target: torch.Tensor, source: torch.Tensor | None, *, from_rank0: bool)
         from_rank0: Take the values from rank 0.
     """
     plain = target.detach()
-    local = plain._local_tensor if isinstance(plain, RaggedShardDTensor) else plain
+    local = plain.local_data if isinstance(plain, RaggedShardDTensor) else plain
     full = source.detach() if source is not None else None
     if from_rank0 and dist.is_initialized() and dist.get_world_size() > 1:
         device = plain._spec.mesh.device_type if isinstance(plain, RaggedShardDTensor) else local.device
