@@ -293,8 +293,9 @@ def _parse_choice(key: Key, value: Any) -> str:
 
 
 def _parse_names(value: Any) -> tuple[str, ...]:
-    parts = value.split(",") if isinstance(value, str) else list(value)
-    return tuple(name for name in (str(part).strip() for part in parts) if name)
+    # transformers makes a list of one text out of a text with commas.
+    parts = [value] if isinstance(value, str) else list(value)
+    return tuple(name for part in parts for name in (word.strip() for word in str(part).split(",")) if name)
 
 
 def _parse_reshard(key: Key, value: Any) -> bool | int:

@@ -55,6 +55,7 @@ def test_large_numbers_in_scientific_notation_are_whole() -> None:
         ("A,B", ("A", "B")),
         (" A , B ,", ("A", "B")),
         (["A", " B"], ("A", "B")),
+        (["A,B", "C"], ("A", "B", "C")),
         ("", ()),
     ],
 )
