@@ -14,7 +14,17 @@ from torch import nn
 
 from ya_fsdp import RaggedShardDTensor
 
-__all__ = ["DetachedOptimizer", "KnownParameters", "bind_late", "detach", "inner_optimizer"]
+__all__ = ["DetachedOptimizer", "KnownParameters", "bind_late", "detach", "inner_optimizer", "refuse_unsuited"]
+
+# By name of the class, or of the package it comes from.
+_UNSUITED = {
+    "Muon": "it multiplies whole matrices of momentum",
+    "Shampoo": "it multiplies whole matrices",
+    "SOAP": "it multiplies whole matrices",
+    "LBFGS": "it compares whole gradients of several evaluations",
+    "Rprop": "it writes single elements by a mask",
+    "bitsandbytes": "it works on raw memory of whole tensors, in blocks",
+}
 
 
 class KnownParameters:
@@ -37,6 +47,22 @@ def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         optimizer = optimizer.optimizer
     assert isinstance(optimizer, torch.optim.Optimizer)
     return optimizer
+
+
+def refuse_unsuited(optimizer: Any) -> None:
+    """Stops optimizers that cannot work on slices, before training rather than at the first step.
+
+    Raises:
+        ValueError: naming the optimizer, why, and what works.
+    """
+    inner = inner_optimizer(optimizer)
+    for kind in type(inner).__mro__:
+        reason = _UNSUITED.get(kind.__name__) or _UNSUITED.get(kind.__module__.partition(".")[0])
+        if reason is not None:
+            raise ValueError(
+                f"{type(inner).__name__} cannot train sharded parameters: {reason}, and each rank holds a slice; use "
+                "one that works element by element (AdamW, SGD, Adagrad, RMSprop) or Adafactor"
+            )
 
 
 @dataclass
@@ -88,8 +114,9 @@ def bind_late(
         known: for each prepared model, the parameters it had and those it has, by name.
 
     Raises:
-        ValueError: for a parameter that belongs to no prepared model.
+        ValueError: for a parameter that belongs to no prepared model, or an optimizer that cannot work on slices.
     """
+    refuse_unsuited(optimizer)
     known = list(known)
     inner = inner_optimizer(optimizer)
     for before, now in known:

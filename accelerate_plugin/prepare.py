@@ -18,7 +18,7 @@ from accelerate_plugin.activation import apply_checkpointing
 from accelerate_plugin.finalization import let_gloo_finish
 from accelerate_plugin.keys import SettingsError
 from accelerate_plugin.loading import forget_placeholders
-from accelerate_plugin.optimizers import KnownParameters, bind_late, detach
+from accelerate_plugin.optimizers import KnownParameters, bind_late, detach, refuse_unsuited
 from accelerate_plugin.rank_zero import RankZeroCopy, check_same_model
 from accelerate_plugin.resize import refuse_resize
 from accelerate_plugin.settings import DTYPES, Settings, YaFSDPPlugin
@@ -44,13 +44,17 @@ def prepare_model(
 
     Raises:
         SettingsError: where the settings do not fit the model.
-        ValueError: where the model cannot be sharded as it is, or differs between ranks.
+        ValueError: where the model cannot be sharded as it is, or differs between ranks; for an optimizer that cannot
+            work on slices.
     """
     if is_managed(model):
         return model
     plugin: YaFSDPPlugin = accelerator.state.fsdp_plugin
     settings = plugin.settings
     _refuse_wrapped(model)
+    optimizers = list(optimizers)
+    for optimizer in optimizers:
+        refuse_unsuited(optimizer)
     if accelerator.device.type == "cuda" and hasattr(model, "hf_device_map"):
         raise ValueError("the model was loaded with a device_map; load it without one, the engine places each shard")
     check_same_model(model)

@@ -102,6 +102,27 @@ def test_state_that_cannot_be_carried_over_is_an_error_that_names_it(on_ranks: O
     on_ranks(2, _state_that_cannot_be_split)
 
 
+def _unsuited_optimizer(name: str, order: str) -> None:
+    model = build_model("llama")
+    before = {key: value.clone() for key, value in model.named_parameters()}
+    optimizer = getattr(torch.optim, name)([p for p in model.parameters() if p.dim() == 2], lr=0.1)
+    with session() as accelerator:
+        if order == "one by one":
+            model = accelerator.prepare(model)
+        objects = (model, optimizer) if order == "together" else (optimizer,)
+        with pytest.raises(ValueError, match=rf"{name} cannot train sharded parameters: it .*AdamW"):
+            accelerator.prepare(*objects)
+        if order == "together":
+            assert all(type(value) is nn.Parameter for value in model.parameters()), "nothing was sharded"
+            assert all(torch.equal(value, before[key]) for key, value in model.named_parameters())
+
+
+@pytest.mark.parametrize("order", ["together", "one by one"])
+@pytest.mark.parametrize("name", ["Muon", "Rprop"])
+def test_an_optimizer_that_cannot_work_on_slices_is_refused_by_name(on_ranks: OnRanks, name: str, order: str) -> None:
+    on_ranks(2, _unsuited_optimizer, name, order)
+
+
 class _WithBuffers(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
