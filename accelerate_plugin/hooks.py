@@ -217,10 +217,10 @@ def wrap_prepare_model(original: Function) -> Function:
     def prepare_model(
         self: Any, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        from accelerate_plugin import loading, prepare
+        from accelerate_plugin import placeholders, prepare
 
         if evaluation_mode:
-            loading.fill_from_rank_zero(model, self.device)
+            placeholders.fill_from_rank_zero(model, self.device)
         if evaluation_mode or prepare.is_managed(model):
             with prepare.compiled_in_place(self, model):
                 return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)

@@ -17,8 +17,8 @@ from accelerate_plugin import guard, report
 from accelerate_plugin.activation import apply_checkpointing
 from accelerate_plugin.finalization import let_gloo_finish
 from accelerate_plugin.keys import SettingsError
-from accelerate_plugin.loading import forget_placeholders
 from accelerate_plugin.optimizers import KnownParameters, bind_late, detach, refuse_unsuited
+from accelerate_plugin.placeholders import forget_placeholders
 from accelerate_plugin.rank_zero import RankZeroCopy, check_same_model
 from accelerate_plugin.resize import refuse_resize
 from accelerate_plugin.settings import DTYPES, Settings, YaFSDPPlugin
