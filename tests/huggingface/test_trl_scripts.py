@@ -23,9 +23,11 @@ SFT = {
     "chat": ("chat", ("--loss_type", "nll")),
     "chat with LoRA": ("chat", LORA),
 }
+SEPARATE = ("--beta", "0.5", "--max_length", "64")
 DPO = {
-    "separate reference": ("--beta", "0.5", "--max_length", "64"),
-    "LoRA": ("--beta", "0.5", "--max_length", "64", *LORA),
+    "separate reference": SEPARATE,
+    "reference that follows": (*SEPARATE, "--sync_ref_model", "--ref_model_sync_steps", "1"),
+    "LoRA": (*SEPARATE, *LORA),
 }
 
 
