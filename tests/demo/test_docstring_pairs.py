@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-import pytest
-
 import docstring_pairs
+import pytest
 
 SOURCE = '''
 def read(self, size=-1):
