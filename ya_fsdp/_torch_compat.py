@@ -42,6 +42,7 @@ __all__ = [
     "symmetric_memory",
     "tree_flatten",
     "tree_unflatten",
+    "will_accumulate",
 ]
 
 preserve_versions: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
@@ -83,3 +84,13 @@ def register_foreach_type(cls: type[torch.Tensor]) -> None:
 def queue_backward_callback(callback: Any) -> None:
     """Runs ``callback`` once, at the end of the backward pass that is under way."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def will_accumulate(param: torch.Tensor) -> bool:
+    """Whether the backward under way adds to a leaf's ``.grad``; ``torch.autograd.grad`` does not."""
+    with torch.enable_grad():
+        view: Any = param.view_as(param)
+    try:
+        return bool(torch._C._will_engine_execute_node(view.grad_fn.next_functions[0][0]))
+    except RuntimeError:  # its gradient is what torch.autograd.grad returns
+        return False

@@ -1,9 +1,10 @@
 """The only place that registers hooks: on modules, on outputs, and around inputs."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -11,14 +12,25 @@ from torch.utils.hooks import RemovableHandle
 
 from ya_fsdp._torch_compat import tree_flatten, tree_unflatten
 from ya_fsdp.runtime.compiler import untraced
+from ya_fsdp.runtime.settings import UnitPhase
 
-__all__ = ["PostBackward", "RegisterPostBackwardFunction", "UnitHooks", "on_gradient", "watch_inputs", "watch_outputs"]
+__all__ = [
+    "PostBackward",
+    "RegisterPostBackwardFunction",
+    "UnitHooks",
+    "on_gradient",
+    "watch_gradients",
+    "watch_inputs",
+    "watch_outputs",
+]
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 class PostBackward(Protocol):
     """Whatever wants to know that the backward has passed its inputs."""
+
+    phase: UnitPhase
 
     def post_backward(self) -> None:
         """Called once per forward, when the gradients of that forward's inputs are complete."""
@@ -30,12 +42,15 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param_group: PostBackward, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: D102
         ctx.param_group = param_group
+        ctx.unit = param_group.phase
         return inputs
 
     @staticmethod
     @untraced
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # noqa: D102
-        ctx.param_group.post_backward()
+        with torch.no_grad():
+            ctx.param_group.post_backward()
+        _watch_recorded(grads, ctx.unit)
         return (None, *grads)
 
 
@@ -70,15 +85,87 @@ def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], 
     return flat, lambda leaves: tree_unflatten(leaves, spec)
 
 
-def watch_outputs(output: Any, hook: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Calls ``hook`` when the backward reaches a tensor of a forward's output."""
-    if isinstance(output, torch.Tensor):
-        if output.requires_grad:
-            output.register_hook(hook)  # type: ignore[no-untyped-call]
-        return
-    for value in tree_flatten(output)[0]:
-        if isinstance(value, torch.Tensor) and value.requires_grad:
+def watch_gradients(output: Any, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Calls ``hook`` with the gradient of each tensor in a forward's output, in whatever containers or dataclasses."""
+    for value in _tensors_in(output):
+        if value.requires_grad:
             value.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def watch_outputs(output: Any, enter: Callable[[], None], unit: UnitPhase) -> None:
+    """Calls ``enter`` when a backward reaches a tensor of the output of a unit's forward."""
+    watch_gradients(output, partial(_on_gradient_of_output, enter, unit))
+
+
+@untraced
+def _on_gradient_of_output(enter: Callable[[], None], unit: UnitPhase, grad: torch.Tensor) -> torch.Tensor | None:
+    with torch.no_grad():
+        enter()
+    if torch.is_grad_enabled() and grad.requires_grad:
+        return cast(torch.Tensor, GradientBorder.apply(unit, grad))  # type: ignore[no-untyped-call]
+    return None
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    for leaf in tree_flatten(value)[0]:
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for member in fields(leaf):
+                yield from _tensors_in(getattr(leaf, member.name))
+
+
+class GradientBorder(torch.autograd.Function):
+    """Identity around the gradient of a unit's output: where what a recorded backward does in the unit begins."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: UnitPhase, grad: torch.Tensor) -> torch.Tensor:
+        ctx.unit = unit
+        return grad.view_as(grad)
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        _watch_recorded(grads, ctx.unit)
+        return (None, *grads)
+
+
+def _watch_recorded(grads: Sequence[torch.Tensor | None], unit: UnitPhase) -> None:
+    """Sees to gradients of gradients, if the backward under way is recorded (``create_graph=True``).
+
+    What it records reads the unit's weights again when it is differentiated. It begins at the gradients of the unit's
+    outputs and ends at those of its inputs, where a differentiation enters: these are watched as outputs of a forward
+    are. From within, it also leads into the middle of the unit's forward, past the outputs, so every node between the
+    borders makes sure that the unit is gathered.
+    """
+    enter = unit.enter_backward()
+    if enter is None or not torch.is_grad_enabled():
+        return
+    gather = partial(enter, unit.open_graph())
+    watch_outputs([grad for grad in grads if grad is not None], gather, unit)
+    for node in _nodes_inside(grads, unit):
+        node.register_prehook(partial(_on_node, gather))
+
+
+@untraced
+@torch.no_grad()
+def _on_node(gather: Callable[[], None], grads: Any) -> None:
+    gather()
+
+
+def _nodes_inside(grads: Sequence[torch.Tensor | None], unit: UnitPhase) -> Iterator[Any]:
+    """Nodes that a differentiation of ``grads`` may reach without crossing a border of the unit."""
+    seen: set[Any] = set()
+    waiting = [grad.grad_fn for grad in grads if grad is not None and grad.grad_fn is not None]
+    while waiting:
+        node: Any = waiting.pop()
+        if node not in seen and getattr(node, "unit", None) is not unit:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions if following is not None]
 
 
 def on_gradient(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:

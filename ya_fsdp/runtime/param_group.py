@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ya_fsdp._common import ShardedState, TrainingState
+from ya_fsdp._torch_compat import will_accumulate
 from ya_fsdp.comm import Collectives
 from ya_fsdp.layout import FlatLayout
 from ya_fsdp.policy import CPUOffloadPolicy, OffloadPolicy, ResolvedDtypes
@@ -209,6 +210,8 @@ class YaFSDPParamGroup:
                 an operator wrote to a shard since.
         """
         self._neighbours_piece = None
+        if not self.open_forwards:
+            self.refuse_stray_gradients()
         if self.is_kept and (from_forward or self._versions() != self._kept_versions):
             self.reshard()
 
@@ -280,6 +283,9 @@ class YaFSDPParamGroup:
         Every rank reduces at the same place whether or not its own parameters got a gradient: the number of open
         forwards is the same on all ranks, gradients need not be.
         """
+        if self.phase.training_state is TrainingState.IDLE:
+            self.reset()
+            raise self._stray_gradient()
         self.phase.training_state = TrainingState.POST_BACKWARD
         self.open_forwards = max(0, self.open_forwards - 1)
         if self.settings.reshard_after_backward:
@@ -292,8 +298,22 @@ class YaFSDPParamGroup:
 
     def reduce_gradients(self) -> None:
         """Reduces the gradients that autograd left, or keeps them while synchronisation is off."""
-        if self.is_trainable:
+        if self.reducer.has_gradients() or any(will_accumulate(param) for param in self.trainable_unsharded()):
             self.reducer.reduce(self._context, self.dtypes, self.device, self.shard)
+
+    def refuse_stray_gradients(self) -> None:
+        """Raises RuntimeError if a parameter got a gradient in a backward that passed the unit's outputs by."""
+        if self.reducer.has_gradients():
+            self.reset()
+            raise self._stray_gradient()
+
+    def _stray_gradient(self) -> RuntimeError:
+        return RuntimeError(
+            f"{self.name}: the backward came to its unit past the outputs of the unit, so its parameters were not "
+            f"gathered and gradients would be wrong. The loss uses a tensor that the unit computed and did not return, "
+            f"but kept in an attribute, for a hook, or in an object that is no container or dataclass. Return it from "
+            f"the unit's forward, or make the module that computes it a unit of its own with fully_shard."
+        )
 
     # ---- upkeep ------------------------------------------------------------------------------------------------------
 

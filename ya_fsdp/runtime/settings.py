@@ -48,6 +48,8 @@ class UnitPhase:
     training_state: TrainingState = TrainingState.IDLE
     is_borrowed: bool = False
     """The last forward left modules out, so somebody may have read their weights: a graph without a hook of ours."""
+    enter_backward: Callable[[], Callable[[ForwardGraph], None] | None] = lambda: None
+    """Gives what to call when a backward reaches a graph of the unit; weak, since buckets hold the phase."""
     _graphs: list[weakref.ref[ForwardGraph]] = field(default_factory=list)
 
     def open_graph(self) -> ForwardGraph:

@@ -56,7 +56,7 @@ class YaFSDPState(_State):
         self.device = device
         self.settings = settings
         self.reshard_by_default = reshard_by_default
-        self.phase = UnitPhase()
+        self.phase = UnitPhase(enter_backward=weakref.WeakMethod(self._pre_backward))
         self.groups: list[YaFSDPParamGroup] = []
         self.name = type(modules[0]).__name__
         self.forward_prefetch: list[weakref.ref[YaFSDPState]] | None = None
@@ -214,7 +214,7 @@ class YaFSDPState(_State):
         if torch.is_grad_enabled():
             graph = self.phase.open_graph()
             graph.left_open.extend(left_open)
-            watch_outputs(output, partial(self._pre_backward, graph))
+            watch_outputs(output, partial(self._pre_backward, graph), self.phase)
 
     def _end_forward(self) -> None:
         context = self.context
@@ -265,8 +265,7 @@ class YaFSDPState(_State):
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
-    @untraced
-    def _pre_backward(self, graph: ForwardGraph, grad: torch.Tensor) -> torch.Tensor:
+    def _pre_backward(self, graph: ForwardGraph) -> None:
         context = self.context
         graph.has_run = True
         if not context.in_backward:
@@ -276,7 +275,6 @@ class YaFSDPState(_State):
         for gather in graph.left_open:
             gather()
         self._enter_backward()
-        return grad
 
     def _enter_backward(self) -> None:
         if self.phase.training_state is TrainingState.PRE_BACKWARD and self.is_unsharded():
@@ -291,6 +289,7 @@ class YaFSDPState(_State):
             group.wait_for_gather()
 
     @untraced
+    @torch.no_grad()
     def _root_post_backward_final_callback(self) -> None:
         """Ends a backward for all units: late reductions, missing gradients, memory."""
         context = self.context
@@ -319,6 +318,7 @@ class YaFSDPState(_State):
             if phase is TrainingState.PRE_BACKWARD:
                 group.post_backward()
             elif phase is not TrainingState.POST_BACKWARD:
+                group.refuse_stray_gradients()
                 continue
             if group.open_forwards or group.reducer.has_gradients():
                 group.reduce_gradients()
