@@ -32,6 +32,7 @@ __all__ = [
     "compiled_autograd",
     "compute_local_shape_and_global_offset",
     "concatenate_meshes",
+    "default_store",
     "get_module_state",
     "insert_module_state",
     "make_wrapper",
@@ -72,6 +73,11 @@ def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
         RuntimeError: If they are not.
     """
     return DeviceMesh._concatenate([first, second])
+
+
+def default_store() -> Any:
+    """The store through which the processes of the default process group have met."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def register_foreach_type(cls: type[torch.Tensor]) -> None:

@@ -43,13 +43,18 @@ class ShardMesh:
     @cached_property
     def shard(self) -> Collectives:
         """Collectives along the sharding axis."""
-        group = self.mesh.get_group(self.mesh.ndim - 1)
+        group = self.shard_group
         return ProcessGroupCollectives(group) if self.backend is None else self.backend.collectives(group)
 
     @cached_property
     def replicate(self) -> Collectives | None:
         """Collectives along the replicating axis; None without one."""
         return ProcessGroupCollectives(self.mesh.get_group(0)) if self.mesh.ndim == 2 else None
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """Process group of the sharding axis."""
+        return self.mesh.get_group(self.mesh.ndim - 1)
 
     @property
     def shard_axis(self) -> DeviceMesh:
@@ -62,7 +67,7 @@ class ShardMesh:
 
         Every rank of the axis must ask for it at the same place: process groups are made the first time.
         """
-        whole = self.mesh.get_group(self.mesh.ndim - 1)
+        whole = self.shard_group
         groups = _neighbours.setdefault(whole, {})
         if size not in groups:
             ranks = dist.get_process_group_ranks(whole)

@@ -130,6 +130,14 @@ class YaFSDPParamGroup:
         self._comm = comm
         self._home = home
 
+    def check_materialised(self) -> None:
+        """Raises RuntimeError if the parameters are still on the meta device."""
+        if self.shard.is_meta:
+            raise RuntimeError(
+                f"{self.params[0].name} is still on the meta device; call to_empty(device=...) on the model and "
+                f"initialise or load its parameters before the first forward"
+            )
+
     # ---- gather ------------------------------------------------------------------------------------------------------
 
     def can_gather(self) -> bool:

@@ -97,8 +97,8 @@ class YaFSDPState(_State):
                     f"{self.name} becomes the root of {state.name}, which has a forward whose backward is pending; run "
                     f"the backward (or reset_iter_state()) first"
                 )
-        for state in states:
-            state.check_materialised()
+        for group in (group for state in states for group in state.groups):
+            group.check_materialised()
         comm = YaFSDPCommContext(DeviceRuntime(self.device))
         context = YaFSDPStateContext(states, comm)
         for state in states:
@@ -108,18 +108,10 @@ class YaFSDPState(_State):
             self.settings.reshard_after_forward = False
         context.plan_buffers()
 
-    def check_materialised(self) -> None:
-        """Raises RuntimeError if a parameter is still on the meta device."""
-        for group in self.groups:
-            if group.shard.is_meta:
-                raise RuntimeError(
-                    f"{group.params[0].name} is still on the meta device; call to_empty(device=...) on the model and "
-                    f"initialise or load its parameters before the first forward"
-                )
-
     def _root_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         context = self.context
         context.iter_forward_root = self
+        context.order_check.begin()
         context.grad_enabled = torch.is_grad_enabled()
         runtime = context.comm.runtime
         # Gathers read what the optimizer (or anybody else) last wrote to the shards.
@@ -159,6 +151,8 @@ class YaFSDPState(_State):
             args, kwargs = self._root_pre_forward(args, kwargs)
         self.phase.training_state = TrainingState.FORWARD
         args, kwargs = self._cast_inputs(args, kwargs)
+        if not in_autograd and not self.is_unsharded():
+            context.order_check.enter(self.name)
         for group in self.groups:
             group.gather()
         if not in_autograd:
@@ -238,7 +232,10 @@ class YaFSDPState(_State):
     def _end_root_forward(self) -> list[Callable[[], None]]:
         context = self.context
         context.iter_forward_root = None
-        context.comm.forward_order.end()
+        if context.order_check.end():
+            context.comm.forward_order.end()
+        else:
+            context.comm.forward_order.abandon()
         left_open = [gather for state in context.all_states if (gather := state.end_part_forward()) is not None]
         for state in context.all_states:
             state.reshard_unused()

@@ -4,10 +4,13 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from torch.distributed import ProcessGroup
+
 from ya_fsdp.runtime.buffer_plan import NUM_SHARED, BucketInfo, plan_buffers
 from ya_fsdp.runtime.buffers import BufferPool
 from ya_fsdp.runtime.comm_context import YaFSDPCommContext
 from ya_fsdp.runtime.device import Event
+from ya_fsdp.runtime.order_check import OrderCheck
 from ya_fsdp.runtime.param_group import YaFSDPParamGroup
 from ya_fsdp.runtime.settings import UnitPhase, UnitSettings
 
@@ -63,6 +66,12 @@ class YaFSDPStateContext:
         self.in_backward = False
         self.grad_enabled = True
         self.is_plan_stale = False
+        self.order_check = OrderCheck(self._widest_group())
+
+    def _widest_group(self) -> ProcessGroup | None:
+        meshes = [group.mesh for state in self.all_states for group in state.groups]
+        widest = max(meshes, key=lambda mesh: mesh.shard.world_size, default=None)
+        return None if widest is None else widest.shard_group
 
     @property
     def all_states(self) -> list[UnitState]:
