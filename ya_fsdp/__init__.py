@@ -4,7 +4,9 @@
 """
 
 from ya_fsdp.comm import HierarchicalBackend, SymmetricMemoryBackend, YCCLBackend
+from ya_fsdp.estimate import Activations, MemoryEstimate, Stage, UnitSpec, describe_unit, estimate_memory
 from ya_fsdp.fully_shard import UnshardHandle, YaFSDPModule, fully_shard
+from ya_fsdp.module import share_comm_ctx
 from ya_fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ya_fsdp.ragged import RaggedShard, RaggedShardDTensor
 from ya_fsdp.report import MemoryReport, memory_report
@@ -28,18 +30,24 @@ from ya_fsdp.state_dict import (
 from ya_fsdp.wrapper import YaFSDP
 
 __all__ = [
+    "Activations",
     "CPUOffloadPolicy",
     "HierarchicalBackend",
+    "MemoryEstimate",
     "MemoryReport",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "RaggedShard",
     "RaggedShardDTensor",
+    "Stage",
     "SymmetricMemoryBackend",
+    "UnitSpec",
     "UnshardHandle",
     "YCCLBackend",
     "YaFSDP",
     "YaFSDPModule",
+    "describe_unit",
+    "estimate_memory",
     "fully_shard",
     "get_full_optimizer_state_dict",
     "get_full_state_dict",
@@ -57,4 +65,5 @@ __all__ = [
     "memory_report",
     "parameter_names",
     "save_sharded_checkpoint",
+    "share_comm_ctx",
 ]

@@ -9,18 +9,24 @@ import ya_fsdp
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PUBLIC = {
+    "Activations",
     "CPUOffloadPolicy",
     "HierarchicalBackend",
+    "MemoryEstimate",
     "MemoryReport",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "RaggedShard",
     "RaggedShardDTensor",
+    "Stage",
     "SymmetricMemoryBackend",
+    "UnitSpec",
     "UnshardHandle",
     "YCCLBackend",
     "YaFSDP",
     "YaFSDPModule",
+    "describe_unit",
+    "estimate_memory",
     "fully_shard",
     "get_full_optimizer_state_dict",
     "get_full_state_dict",
@@ -38,6 +44,8 @@ PUBLIC = {
     "memory_report",
     "parameter_names",
     "save_sharded_checkpoint",
+    "set_debug",
+    "share_comm_ctx",
 }
 
 
