@@ -6,7 +6,6 @@
 from ya_fsdp.comm import HierarchicalBackend, SymmetricMemoryBackend, YCCLBackend
 from ya_fsdp.estimate import Activations, MemoryEstimate, Stage, UnitSpec, describe_unit, estimate_memory
 from ya_fsdp.fully_shard import UnshardHandle, YaFSDPModule, fully_shard
-from ya_fsdp.module import share_comm_ctx
 from ya_fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ya_fsdp.ragged import RaggedShard, RaggedShardDTensor
 from ya_fsdp.report import MemoryReport, memory_report
@@ -65,5 +64,4 @@ __all__ = [
     "memory_report",
     "parameter_names",
     "save_sharded_checkpoint",
-    "share_comm_ctx",
 ]
