@@ -6,9 +6,11 @@
 from ya_fsdp.comm import HierarchicalBackend, SymmetricMemoryBackend, YCCLBackend
 from ya_fsdp.estimate import Activations, MemoryEstimate, Stage, UnitSpec, describe_unit, estimate_memory
 from ya_fsdp.fully_shard import UnshardHandle, YaFSDPModule, fully_shard
+from ya_fsdp.module import share_comm_ctx
 from ya_fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ya_fsdp.ragged import RaggedShard, RaggedShardDTensor
 from ya_fsdp.report import MemoryReport, memory_report
+from ya_fsdp.runtime.debug import set_debug
 from ya_fsdp.state_dict import (
     get_full_optimizer_state_dict,
     get_full_state_dict,
@@ -64,4 +66,6 @@ __all__ = [
     "memory_report",
     "parameter_names",
     "save_sharded_checkpoint",
+    "set_debug",
+    "share_comm_ctx",
 ]

@@ -1,6 +1,6 @@
 """The methods that ``fully_shard`` adds to a module's class."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from torch import nn
@@ -12,7 +12,7 @@ from ya_fsdp.runtime.compiler import add_wrapper_names, strip_wrapper_names, unt
 from ya_fsdp.runtime.settings import UnitSettings
 from ya_fsdp.runtime.state import YaFSDPState
 
-__all__ = ["UnshardHandle", "YaFSDPModule", "attach_state"]
+__all__ = ["UnshardHandle", "YaFSDPModule", "attach_state", "share_comm_ctx"]
 
 _classes: dict[type, type] = {}
 
@@ -167,6 +167,30 @@ class YaFSDPModule(FSDPModule):
 
     def _settings(self, recurse: bool) -> list[UnitSettings]:
         return [state.settings for state in self._states(recurse)]
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Lets several roots, such as the chunks of a pipeline stage, share streams and gather buffers.
+
+    Call it before the first forward of any of them. Units of one kind then take turns in the same few buffers,
+    whichever root they belong to.
+
+    Args:
+        modules: The roots.
+
+    Raises:
+        ValueError: If one of them has no unit of ya_fsdp, belongs to another of them, or has run already.
+    """
+    states = _states_of(modules)
+    for state in states:
+        if state._context is not None:
+            raise ValueError(f"{state.name} has run, or is part of a model that has; call share_comm_ctx before that")
+    for state in states:
+        if state._context is not None:
+            raise ValueError(f"{state.name} lies inside of another of the modules given; pass the roots only")
+        state.lazy_init()
+    if states:
+        states[0].context.share_with([state.context for state in states[1:]])
 
 
 def _no_copy(module: YaFSDPModule, what: str) -> TypeError:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from ya_fsdp.runtime.buffer_plan import BufferPlan
+from ya_fsdp.runtime.debug import is_debug, poison
 from ya_fsdp.runtime.device import DeviceRuntime, Event
 
 __all__ = ["Buffer", "BufferPool", "Tenant"]
@@ -79,7 +80,10 @@ class Buffer:
     def vacate(self) -> None:
         """Takes the memory back from its tenant, behind the work that the current stream has been given."""
         self._tenant = None
-        if self.is_shared or self._is_lent:
+        if is_debug() and self._bytes is not None:
+            poison(self._bytes.untyped_storage())
+            self._vacated = self._runtime.record()
+        elif self.is_shared or self._is_lent:
             self._vacated = self._runtime.record()
         else:
             self.free()

@@ -14,6 +14,7 @@ from ya_fsdp._torch_compat import DTensor, make_wrapper, preserve_versions
 from ya_fsdp.layout import ParamSpan
 from ya_fsdp.policy import MixedPrecisionPolicy
 from ya_fsdp.ragged import RaggedShardDTensor
+from ya_fsdp.runtime.debug import is_debug, poison
 
 __all__ = ["ExtensionsData", "ParamSite", "ParamSwitch", "YaFSDPParam", "local_part"]
 
@@ -198,7 +199,11 @@ class YaFSDPParam:
         known = {storage._cdata for storage in gathered}
         for inner in self._inner:
             storage = inner.untyped_storage()
-            if storage._cdata not in known:
+            if storage._cdata in known:
+                continue
+            if is_debug():
+                poison(storage)
+            else:
                 storage.resize_(0)
 
     def to_sharded(self) -> None:

@@ -19,6 +19,7 @@ from ya_fsdp.layout import FlatLayout
 from ya_fsdp.policy import CPUOffloadPolicy, OffloadPolicy, ResolvedDtypes
 from ya_fsdp.runtime.buffers import Buffer
 from ya_fsdp.runtime.comm_context import InFlight, YaFSDPCommContext
+from ya_fsdp.runtime.debug import is_debug
 from ya_fsdp.runtime.gradients import member_views
 from ya_fsdp.runtime.hooks import watch_inputs
 from ya_fsdp.runtime.mesh import ShardMesh
@@ -174,6 +175,16 @@ class YaFSDPParamGroup:
         assert self._switch is not None
         self._switch.to_unsharded()
         self.sharded_state = ShardedState.UNSHARDED
+        if is_debug():
+            self._check_unsharded()
+
+    def _check_unsharded(self) -> None:
+        assert self._buffer is not None
+        tenant = self._buffer.tenant
+        assert tenant is self, f"{self.name} is gathered, but its buffer belongs to {tenant and tenant.name}"
+        for param in self.params:
+            shown = param.sites[0].current
+            assert shown is param.unsharded_param, f"{param.name} is gathered, but its module shows {type(shown)}"
 
     def reshard(self) -> None:
         """Shows the sharded parameters again and gives the buffer back."""
@@ -294,7 +305,7 @@ class YaFSDPParamGroup:
         if self.phase.training_state is TrainingState.IDLE:
             self.reset()
             raise self._stray_gradient()
-        self.phase.training_state = TrainingState.POST_BACKWARD
+        self.phase.move_to(TrainingState.POST_BACKWARD)
         self.open_forwards = max(0, self.open_forwards - 1)
         if self.settings.reshard_after_backward:
             self.reshard()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ya_fsdp._common import TrainingState
+from ya_fsdp.runtime.debug import check_transition, is_debug
 
 __all__ = ["ForwardGraph", "UnitPhase", "UnitSettings"]
 
@@ -45,12 +46,20 @@ class ForwardGraph:
 class UnitPhase:
     """Where a unit is in its step; written by the unit and its own buckets only."""
 
+    name: str = ""
+    """Name of the unit, for messages."""
     training_state: TrainingState = TrainingState.IDLE
     is_borrowed: bool = False
     """The last forward left modules out, so somebody may have read their weights: a graph without a hook of ours."""
     enter_backward: Callable[[], Callable[[ForwardGraph], None] | None] = lambda: None
     """Gives what to call when a backward reaches a graph of the unit; weak, since buckets hold the phase."""
     _graphs: list[weakref.ref[ForwardGraph]] = field(default_factory=list)
+
+    def move_to(self, state: TrainingState) -> None:
+        """Enters another state."""
+        if is_debug():
+            check_transition(self.name, self.training_state, state)
+        self.training_state = state
 
     def open_graph(self) -> ForwardGraph:
         """Notes a forward whose graph points into the unit's gather buffer."""

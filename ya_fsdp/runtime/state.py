@@ -149,7 +149,7 @@ class YaFSDPState(_State):
             context.reset()  # the last backward broke off with an exception
         if context.iter_forward_root is None and not in_autograd:
             args, kwargs = self._root_pre_forward(args, kwargs)
-        self.phase.training_state = TrainingState.FORWARD
+        self.phase.move_to(TrainingState.FORWARD)
         args, kwargs = self._cast_inputs(args, kwargs)
         if not in_autograd and not self.is_unsharded():
             context.order_check.enter(self.name)
@@ -225,7 +225,7 @@ class YaFSDPState(_State):
                     group.reshard_after_forward()
                 else:
                     group.reshard()
-        self.phase.training_state = TrainingState.IDLE
+        self.phase.move_to(TrainingState.IDLE)
         if not in_autograd and context.grad_enabled:
             context.comm.post_forward_order.record(self)
 
@@ -276,7 +276,7 @@ class YaFSDPState(_State):
     def _enter_backward(self) -> None:
         if self.phase.training_state is TrainingState.PRE_BACKWARD and self.is_unsharded():
             return
-        self.phase.training_state = TrainingState.PRE_BACKWARD
+        self.phase.move_to(TrainingState.PRE_BACKWARD)
         self._kept_from_forward = self.phase.is_borrowed = False
         if self.settings.unshard_in_backward:
             for group in self.groups:
@@ -300,7 +300,7 @@ class YaFSDPState(_State):
         resolve_missing(groups)
         for state in states:
             state.reshard_unused()
-            state.phase.training_state = TrainingState.IDLE
+            state.phase.move_to(TrainingState.IDLE)
             if context.is_last_backward:
                 for group in state.groups:
                     group.open_forwards = 0

@@ -1,7 +1,7 @@
 """What all units of one root share."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from torch.distributed import ProcessGroup
@@ -66,6 +66,7 @@ class YaFSDPStateContext:
         self.in_backward = False
         self.grad_enabled = True
         self.is_plan_stale = False
+        self._peers: list[weakref.ref[YaFSDPStateContext]] = []
         self.order_check = OrderCheck(self._widest_group())
 
     def _widest_group(self) -> ProcessGroup | None:
@@ -78,21 +79,39 @@ class YaFSDPStateContext:
         """The states in the root's tree, in module order."""
         return [state for ref in self._states if (state := ref()) is not None]
 
+    def share_with(self, others: "Sequence[YaFSDPStateContext]") -> None:
+        """Makes several roots one for streams and gather buffers; each keeps its own order of units."""
+        peers = [self, *others]
+        for context in others:
+            context.comm.runtime = self.comm.runtime
+        for context in peers:
+            context._peers = [weakref.ref(peer) for peer in peers]
+        self.plan_buffers()
+
+    @property
+    def _planned_together(self) -> "list[YaFSDPStateContext]":
+        return [context for ref in self._peers if (context := ref()) is not None] or [self]
+
     def plan_buffers(self) -> None:
         """Gives every bucket its gather buffer; units that are gathered further ahead get more of them to share."""
-        self.is_plan_stale = False
-        states = self.all_states
-        pairs = [(state, group) for state in states for group in state.groups]
-        infos = [BucketInfo(group.kind, group.gathered_nbytes, state.settings.is_kept) for state, group in pairs]
-        reach = max((state.prefetch_reach() for state in states), default=0)
-        self.comm.pool = BufferPool(plan_buffers(infos, max(NUM_SHARED, reach + 1)), self.comm.runtime)
-        for index, (_, group) in enumerate(pairs):
-            group.attach(self.comm, self.comm.pool.home(index, group.gathered_nbytes))
+        contexts = self._planned_together
+        units = [(context, state) for context in contexts for state in context.all_states]
+        buckets = [(context, state, group) for context, state in units for group in state.groups]
+        infos = [BucketInfo(group.kind, group.gathered_nbytes, state.settings.is_kept) for _, state, group in buckets]
+        reach = max((state.prefetch_reach() for _, state in units), default=0)
+        pool = BufferPool(plan_buffers(infos, max(NUM_SHARED, reach + 1)), self.comm.runtime)
+        for context in contexts:
+            context.comm.pool, context.is_plan_stale = pool, False
+        for index, (context, _, group) in enumerate(buckets):
+            group.attach(context.comm, pool.home(index, group.gathered_nbytes))
 
     def replan_buffers(self) -> None:
         """Plans anew, after a change of the prefetch lists, once nothing points into the buffers."""
-        if self.is_plan_stale and not any(state.phase.has_pending_graph() for state in self.all_states):
-            for state in self.all_states:
+        if not self.is_plan_stale:
+            return
+        states = [state for context in self._planned_together for state in context.all_states]
+        if not any(state.phase.has_pending_graph() for state in states):
+            for state in states:
                 state.reshard()
             self.plan_buffers()
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from ya_fsdp._torch_compat import get_module_state
 from ya_fsdp.runtime.param_group import YaFSDPParamGroup
+from ya_fsdp.runtime.settings import UnitPhase
 
 __all__ = ["NamedUnit", "units_below"]
 
@@ -15,6 +16,7 @@ class NamedUnit(Protocol):
 
     name: str
     groups: list[YaFSDPParamGroup]
+    phase: UnitPhase
 
 
 U = TypeVar("U", bound=NamedUnit)
@@ -31,6 +33,7 @@ def units_below(root: nn.Module, root_unit: U) -> list[U]:
             units.setdefault(id(unit), unit)
     names = {id(module._parameters): name for name, module in root.named_modules()}
     for unit in units.values():
+        unit.phase.name = unit.name
         for group in unit.groups:
             for param in group.params:
                 param.set_full_name(names)
