@@ -117,7 +117,7 @@ def at_rest():
     optimizer = adamw(model.parameters())
     seen = {}
     batches = float_batches(5)
-    for step in range(1, 51):
+    for step in range(1, 201):
         model(my_rows(batches[step % 5], rank, world_size)).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -127,7 +127,7 @@ def at_rest():
             with torch.no_grad():
                 model(batches[0])
             del state
-        if step in (10, 24, 30, 50):
+        if step in (10, 24, 30, 50, 200):
             seen[step] = live_tensor_bytes()
     assert len(set(seen.values())) == 1, f"rank {rank}: live bytes at steps: {seen}"
 

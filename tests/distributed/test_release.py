@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.engines import ENGINE, FSDP2, full_gradients, shard
 from tests.support.guards import assert_same_values
-from tests.support.memory import live_tensor_bytes
+from tests.support.memory import PeakBytes, live_tensor_bytes
 from tests.support.models import Mlp, MlpStack, build_model, float_batches, my_rows, token_batches
 from tests.support.training import adamw, causal_loss
 
@@ -120,20 +120,27 @@ def test_deleting_the_model_frees_its_memory(on_ranks):
 def count_references():
     """Reference counts alone free a model: the engine adds no cycle that would wait for the garbage collector."""
     batch = float_batches(1)[0]
-    for backward in (True, False):
+    for way in ("backward", "forward", "recorded backward"):
         gc.collect()
         gc.disable()
         try:
-            model = MlpStack()
-            shard(model, units=list(model.blocks))
-            for _ in range(2):
-                loss = model(batch).square().mean()
-                if backward:
-                    loss.backward()
-            references = [weakref.ref(thing) for thing in (model, model.blocks[1], *model.parameters())]
-            del model, loss
+            with PeakBytes() as memory:
+                model = MlpStack()
+                shard(model, units=list(model.blocks))
+                for _ in range(2):
+                    rows = batch.clone().requires_grad_()
+                    loss = model(rows).square().mean()
+                    if way == "recorded backward":
+                        loss = torch.autograd.grad(loss, rows, create_graph=True)[0].square().sum()
+                    if way != "forward":
+                        loss.backward()
+                references = [weakref.ref(thing) for thing in (model, model.blocks[1], *model.parameters())]
+                assert memory.current() > 0
+                del model, loss, rows
+                left = memory.current()
+            assert left <= 1024, f"rank {dist.get_rank()}, {way}: {left} bytes are still alive"
             alive = [type(thing).__name__ for reference in references if (thing := reference()) is not None]
-            assert not alive, f"rank {dist.get_rank()}, backward={backward}: still alive: {alive}"
+            assert not alive, f"rank {dist.get_rank()}, {way}: still alive: {alive}"
         finally:
             gc.enable()
 
