@@ -10,7 +10,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-LINTED := ya_fsdp accelerate_plugin build_support examples tests
+LINTED := ya_fsdp accelerate_plugin benchmarks build_support examples tests
 
 # Without an NVIDIA GPU the constraint keeps pip from fetching torch's accelerator libraries.
 HAVE_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
@@ -21,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo example-sft test lint format clean
+.PHONY: help setup demo example-sft bench test lint format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { sub(/:.*/, "", $$1); printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +48,9 @@ example-sft: $(STAMP)  ## fine-tune a real chat model with trl's own script; com
 	$(BIN)/python examples/smollm2.py runs/smollm2/model
 	$(BIN)/python examples/docstring_pairs.py runs/smollm2/chats --chat
 	$(BIN)/python examples/compare_sft.py runs/smollm2/model runs/smollm2/chats runs/smollm2 $(ARGS)
+
+bench: $(STAMP)  ## the CPU benchmarks beside PyTorch FSDP2; results and plots in benchmarks/results (ARGS=--quick)
+	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 lint: $(STAMP)  ## ruff, mypy, hadolint and shellcheck
 	$(BIN)/ruff check $(LINTED)

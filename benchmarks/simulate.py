@@ -21,6 +21,7 @@ from pathlib import Path
 
 warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.common import MODELS, versions  # noqa: E402
 from tests.schedule import fake_accelerator as fakegpu  # noqa: E402  (the one that the tests use)
 
 fakegpu.install()  # before anything touches a device
@@ -32,34 +33,12 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
+# One kernel on real devices; torch would take it apart on one that has none, and hold its intermediate results.
+_KERNELS = torch.library.Library("aten", "IMPL", "PrivateUse1")
+_KERNELS.impl("silu_backward", lambda grad, value: torch.empty_like(value))
 GIB = 2**30
 DEVICE = fakegpu.NAME
-MODELS = {
-    "tiny": {
-        "vocab_size": 4096,
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-    },
-    "8b": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "70b": {
-        "vocab_size": 128256,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-    },
-}
+COPIES = ("copy", "cat", "split_with_sizes")
 
 
 class ScorelessAttention(torch.autograd.Function):
@@ -87,7 +66,8 @@ class LiveBytes:
     def __init__(self):
         self.live = self.peak = self.allocations = self.allocated = 0
         self.sizes = {}
-        original = torch.UntypedStorage.resize_
+        self.forget = lambda key: None
+        self.original = original = torch.UntypedStorage.resize_
 
         def resize(storage, nbytes):
             result = original(storage, nbytes)
@@ -98,6 +78,9 @@ class LiveBytes:
             return result
 
         torch.UntypedStorage.resize_ = resize
+
+    def close(self):
+        torch.UntypedStorage.resize_ = self.original
 
     @staticmethod
     def rounded(nbytes):
@@ -123,6 +106,7 @@ class LiveBytes:
 
     def free(self, key):
         self.live -= self.sizes.pop(key, 0)
+        self.forget(key)  # another storage may come to the same address
 
 
 class OpCounter(TorchDispatchMode):
@@ -131,9 +115,13 @@ class OpCounter(TorchDispatchMode):
     def __init__(self, memory):
         super().__init__()
         self.memory = memory
+        memory.forget = self.forget
         self.counting = False
         self.calls = collections.Counter()
         self.nbytes = collections.Counter()
+        self.gathered = set()
+        self.pending = collections.Counter()
+        self.copied_after_gathers = self.written_before_reductions = self.reduced = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -148,10 +136,36 @@ class OpCounter(TorchDispatchMode):
             name = str(func).removeprefix("aten.").removesuffix(".default")
             self.calls[name] += 1
             written = args[0] if "c10d" in name else kwargs.get("out", result if result is not None else args[0])
-            self.nbytes[name] += sum(
-                t.numel() * t.element_size() for t in tree_leaves(written) if isinstance(t, torch.Tensor)
-            )
+            self.nbytes[name] += nbytes(written)
+            self.follow(name, written, (args, kwargs))
         return result
+
+    def forget(self, key):
+        self.gathered.discard(key)
+        self.pending.pop(key, None)
+
+    def follow(self, name, written, inputs):
+        """Copies out of what was gathered, and passes over what is then reduced, by storage."""
+        if name.startswith("c10d._allgather_base_"):
+            self.gathered.update(storages(written))
+        elif name.startswith("c10d._reduce_scatter_base_"):
+            self.reduced += nbytes(inputs[0][1])
+            self.written_before_reductions += sum(self.pending.pop(key, 0) for key in storages(inputs[0][1]))
+        elif any(word in name for word in COPIES) and nbytes(written) and not name.startswith("split_with_sizes"):
+            targets = set(storages(written))
+            if self.gathered & (set(storages(inputs)) - targets):
+                self.copied_after_gathers += nbytes(written)
+            for tensor in tree_leaves(written):
+                if isinstance(tensor, torch.Tensor):
+                    self.pending[tensor.untyped_storage()._cdata] += nbytes(tensor)
+
+
+def nbytes(tree):
+    return sum(t.numel() * t.element_size() for t in tree_leaves(tree) if isinstance(t, torch.Tensor))
+
+
+def storages(tree):
+    return [t.untyped_storage()._cdata for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
 def materialise(module):
@@ -206,7 +220,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["fsdp2", "ya_fsdp"], required=True)
     parser.add_argument("--model", choices=sorted(MODELS), default="8b")
-    parser.add_argument("--world", type=int, default=64)
+    parser.add_argument("--world", type=int, nargs="+", default=[64], help="one or several, one line each")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=1)
@@ -232,9 +246,9 @@ def train_step(model, optimizer, ids, loss_kind):
     optimizer.zero_grad()
 
 
-def simulate(args, memory, counter):
-    """Builds the model and runs three steps, the last of which is counted. Returns GiB by name."""
-    mesh = init_device_mesh(DEVICE, (args.world,))
+def simulate(args, world, memory, counter):
+    """Builds the model and runs three steps, the last of which is counted. Returns bytes by name."""
+    mesh = init_device_mesh(DEVICE, (world,))
     with FakeTensorMode(allow_non_fake_inputs=True), counter:
         model = build(args, mesh)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -247,30 +261,41 @@ def simulate(args, memory, counter):
                 memory.peak = memory.live
             resting = memory.live
             train_step(model, optimizer, ids, args.loss)
-    values = {"init_peak": init_peak, "resting": resting, "step_peak": memory.peak}
-    return {name: round(value / GIB, 3) for name, value in values.items()}
+    return {"init_peak": init_peak, "resting": resting, "step_peak": memory.peak}
 
 
-def main():
-    args, start = parse_arguments(), time.time()
+def report(args, world):
+    """Simulates one world size and returns what is to be printed."""
+    start = time.time()
     memory = LiveBytes()
     counter = OpCounter(memory)
-    with fakegpu.fake_ranks(args.world):
-        gib = simulate(args, memory, counter)
+    with fakegpu.fake_ranks(world):
+        values = simulate(args, world, memory, counter)
+    memory.close()
     rows = {name: [calls, round(counter.nbytes[name] / GIB, 3)] for name, calls in sorted(counter.calls.items())}
-    copies = ("copy", "cat", "split_with_sizes")
-    report = {
+    return {
         "benchmark": "simulate",
         **vars(args),
-        "torch": torch.__version__,
-        "gib": {**gib, "allocated_per_step": round(memory.allocated / GIB, 1)},
+        "world": world,
+        "versions": versions(),
+        "units": MODELS[args.model]["num_hidden_layers"] + 2,
+        "bytes": values,
+        "gib": {name: round(value / GIB, 3) for name, value in values.items()},
+        "allocated_per_step_gib": round(memory.allocated / GIB, 1),
         "allocations_per_step": memory.allocations,
         "collectives": {name: row for name, row in rows.items() if "c10d" in name},
-        "copies": {n: row for n, row in rows.items() if "c10d" not in n and any(word in n for word in copies)},
+        "copies": {n: row for n, row in rows.items() if "c10d" not in n and any(word in n for word in COPIES)},
+        "copied_after_gathers_gib": round(counter.copied_after_gathers / GIB, 3),
+        "passes_before_reductions": round(counter.written_before_reductions / max(1, counter.reduced), 3),
         "ops_per_step": sum(counter.calls.values()),
         "seconds": round(time.time() - start),
     }
-    print(json.dumps(report))
+
+
+def main():
+    args = parse_arguments()
+    for world in args.world:
+        print(json.dumps(report(args, world)), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,19 @@ import json
 import os
 import socket
 import statistics
+import sys
 import time
 import warnings
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.common import versions
 
 WORLD = 2
 VOCABULARY = 4096
@@ -115,7 +120,7 @@ def worker(rank, args, port):
         if {"fsdp2", "ya_fsdp"} <= report.keys():
             ratio = report["ya_fsdp"]["ms"]["step"] / report["fsdp2"]["ms"]["step"]
             report["step ratio ya_fsdp/fsdp2"] = round(ratio, 3)
-        head = {"benchmark": "step", "dtype": args.dtype, "rounds": args.rounds - 2, "torch": torch.__version__}
+        head = {"benchmark": "step", "dtype": args.dtype, "rounds": args.rounds - 2, "versions": versions()}
         print(json.dumps({**head, **report}))
     dist.barrier()
     dist.destroy_process_group()

@@ -10,14 +10,19 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.common import versions
 
 warnings.filterwarnings("ignore")
 MODELS = {
@@ -136,7 +141,7 @@ def main():
                     "device": name,
                     "world_size": dist.get_world_size(),
                     "parameters": num_parameters,
-                    "torch": torch.__version__,
+                    "versions": versions(),
                     "median_seconds": round(statistics.median(seconds), 4),
                     "tokens_per_second_per_device": round(rate, 1),
                     "mfu": None if utilisation is None else round(utilisation, 4),
