@@ -109,6 +109,10 @@ def fully_shard(
     return module
 
 
+# The unit of a module, or None: where PyTorch's function has it.
+fully_shard.state = get_module_state  # type: ignore[attr-defined]
+
+
 def _check_modules(modules: list[nn.Module]) -> None:
     if not modules:
         raise ValueError("fully_shard got an empty list of modules")
