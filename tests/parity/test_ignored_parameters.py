@@ -12,6 +12,8 @@ from tests.support.engines import ENGINE, FSDP2, engine_module, full, full_param
 from tests.support.guards import assert_same_on_all_ranks, assert_same_values
 from tests.support.models import MlpStack, float_batches, my_rows
 
+pytestmark = pytest.mark.skipif(ENGINE == FSDP2, reason="PyTorch's lists do not mix sharded parameters with plain ones")
+
 OPTIMIZERS = {
     "foreach AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
     "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
@@ -66,7 +68,6 @@ def check(name, norm_type):
         assert_same_values(full_parameters(model), expected, f"weights after step {step}", atol=1e-9)
 
 
-@pytest.mark.skipif(ENGINE == FSDP2, reason="PyTorch's optimizers do not mix sharded and plain parameters in one list")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_ignored_and_sharded_parameters_share_an_optimizer_and_a_clip(on_ranks, name, norm_type):
