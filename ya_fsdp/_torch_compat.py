@@ -33,12 +33,15 @@ __all__ = [
     "compute_local_shape_and_global_offset",
     "concatenate_meshes",
     "default_store",
+    "gather_options",
     "get_module_state",
     "insert_module_state",
     "make_wrapper",
+    "new_dtensor",
     "preserve_versions",
     "queue_backward_callback",
     "reduce_scatter",
+    "reduce_scatter_options",
     "register_foreach_type",
     "symmetric_memory",
     "tree_flatten",
@@ -56,14 +59,13 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 symmetric_memory: Any = _symmetric_memory
 
-_new_dtensor: Any = getattr(torch.Tensor, "_dtensor__new__", None)
+new_dtensor: Any = getattr(torch.Tensor, "_dtensor__new__", DTensor.__new__)
+"""``new_dtensor(cls, local, spec, requires_grad=...)``, without the slow Python constructor where torch allows it."""
 
 
 def make_wrapper(cls: type[DTensor], local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> Any:
-    """Creates a DTensor subclass around a local tensor, without the slow Python constructor where torch allows it."""
-    if _new_dtensor is None:
-        return DTensor.__new__(cls, local, spec, requires_grad=requires_grad)
-    return _new_dtensor(cls, local, spec, requires_grad=requires_grad)
+    """Creates a DTensor subclass around a local tensor."""
+    return new_dtensor(cls, local, spec, requires_grad=requires_grad)
 
 
 def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
@@ -73,6 +75,20 @@ def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
         RuntimeError: If they are not.
     """
     return DeviceMesh._concatenate([first, second])
+
+
+def gather_options(is_async: bool) -> Any:
+    """Options of a process group's own all-gather."""
+    options: Any = torch._C._distributed_c10d.AllgatherOptions()
+    options.asyncOp = is_async
+    return options
+
+
+def reduce_scatter_options(op: Any, is_async: bool) -> Any:
+    """Options of a process group's own reduce-scatter."""
+    options: Any = torch._C._distributed_c10d.ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op, is_async
+    return options
 
 
 def default_store() -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ya_fsdp._torch_compat import all_gather, reduce_scatter
+from ya_fsdp._torch_compat import gather_options, reduce_scatter_options
 from ya_fsdp.comm.base import Pending
 from ya_fsdp.comm.reduction import Reduction
 
@@ -29,6 +29,8 @@ class Then:
 class ProcessGroupCollectives:
     """Collectives over a process group. A group of one rank copies and does not communicate.
 
+    Gathers and reductions call the group itself: the checks of torch's functions cost as much as the call does.
+
     Args:
         group: The process group of one mesh axis.
     """
@@ -37,6 +39,8 @@ class ProcessGroupCollectives:
         self.group = group
         self.rank = group.rank()
         self.world_size = group.size()
+        self._gather_options = {is_async: gather_options(is_async) for is_async in (False, True)}
+        self._reduce_options: dict[tuple[Any, bool], Any] = {}
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor | None:
         """See :meth:`ya_fsdp.comm.Collectives.allocate`."""
@@ -47,8 +51,9 @@ class ProcessGroupCollectives:
         if self.world_size == 1:
             _copy(output, piece)
             return None
-        work: Any = all_gather(output, piece, group=self.group, async_op=async_op)
-        return work  # type: ignore[no-any-return]
+        if output.is_complex():
+            output, piece = torch.view_as_real(output), torch.view_as_real(piece)
+        return _hand_over(self.group._allgather_base(output, piece, self._gather_options[async_op]), async_op)
 
     def reduce_scatter(
         self, output: torch.Tensor, staging: torch.Tensor, reduction: Reduction, *, async_op: bool
@@ -59,8 +64,12 @@ class ProcessGroupCollectives:
             return None
         if output.dtype != staging.dtype:
             return self._add_up_wider(output, staging, reduction, async_op=async_op)
-        work: Any = reduce_scatter(output, staging, op=reduction.op, group=self.group, async_op=async_op)
-        return work  # type: ignore[no-any-return]
+        if output.is_complex():
+            output, staging = torch.view_as_real(output), torch.view_as_real(staging)
+        key = (reduction.op, async_op)
+        if key not in self._reduce_options:
+            self._reduce_options[key] = reduce_scatter_options(*key)
+        return _hand_over(self.group._reduce_scatter_base(output, staging, self._reduce_options[key]), async_op)
 
     def _add_up_wider(
         self, output: torch.Tensor, staging: torch.Tensor, reduction: Reduction, *, async_op: bool
@@ -88,6 +97,14 @@ class ProcessGroupCollectives:
             return None
         work: Any = dist.all_reduce(tensor, op=reduction.op, group=self.group, async_op=async_op)
         return work  # type: ignore[no-any-return]
+
+
+def _hand_over(work: Any, async_op: bool) -> Pending | None:
+    if async_op:
+        return work  # type: ignore[no-any-return]
+    if work is not None:
+        work.wait()
+    return None
 
 
 def _copy(output: torch.Tensor, piece: torch.Tensor) -> None:

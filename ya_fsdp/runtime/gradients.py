@@ -27,6 +27,9 @@ class GradientStager:
     def __init__(self, layout: FlatLayout, max_numel: int) -> None:
         self.chunks = column_chunks(layout, max_numel)
         self._partition = layout.partition
+        gaps = [not is_member for is_member in self._partition.is_member]
+        # Pieces of padding; more than one if there is padding anywhere but at the end.
+        self._num_padded = 0 if not any(gaps) else 1 if gaps.index(True) == len(gaps) - 1 else 2
         self._blocks: list[list[tuple[int, Block]]] = []
         if len(self.chunks) > 1:
             self._blocks = [_chunk_blocks(layout, chunk) for chunk in self.chunks]
@@ -45,9 +48,16 @@ class GradientStager:
             self._fill_columns(staging, chunk, grads)
 
     def _fill_whole(self, staging: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> None:
+        parts = staging.split_with_sizes(self._partition.sizes)
+        if grads and self._num_padded <= 1 and not any(grad is None for grad in grads):
+            # The common case: no gradient is missing, and padding, if there is any, lies at the end.
+            torch._foreach_copy_(parts[: len(grads)], [grad.reshape(-1) for grad in grads])  # type: ignore[union-attr]
+            if self._num_padded:
+                torch._foreach_zero_(parts[-1:])
+            return
         targets, sources, zeros = [], [], []
         cuts, remaining = self._partition, iter(grads)
-        for part, is_param in zip(staging.split_with_sizes(cuts.sizes), cuts.is_member, strict=True):
+        for part, is_param in zip(parts, cuts.is_member, strict=True):
             grad = next(remaining) if is_param else None
             if grad is None:
                 zeros.append(part)

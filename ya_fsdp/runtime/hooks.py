@@ -85,16 +85,23 @@ def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], 
     return flat, lambda leaves: tree_unflatten(leaves, spec)
 
 
-def watch_gradients(output: Any, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Calls ``hook`` with the gradient of each tensor in a forward's output, in whatever containers or dataclasses."""
+def watch_gradients(output: Any, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
+    """Calls ``hook`` with the gradient of each tensor in a forward's output, in whatever containers or dataclasses.
+
+    Returns:
+        Whether there is one that has a gradient.
+    """
+    found = False
     for value in _tensors_in(output):
         if value.requires_grad:
+            found = True
             value.register_hook(hook)  # type: ignore[no-untyped-call]
+    return found
 
 
-def watch_outputs(output: Any, enter: Callable[[], None], unit: UnitPhase) -> None:
-    """Calls ``enter`` when a backward reaches a tensor of the output of a unit's forward."""
-    watch_gradients(output, partial(_on_gradient_of_output, enter, unit))
+def watch_outputs(output: Any, enter: Callable[[], None], unit: UnitPhase) -> bool:
+    """Calls ``enter`` when a backward reaches a tensor of the output of a unit's forward; says whether one can."""
+    return watch_gradients(output, partial(_on_gradient_of_output, enter, unit))
 
 
 @untraced

@@ -259,13 +259,16 @@ class ParamSwitch:
         for site, sharded, _, _ in self._others:
             site.show(sharded)
 
-    def to_unsharded(self) -> None:
+    def to_unsharded(self, *, in_backward: bool = False) -> None:
         """Shows the unsharded parameters, which want gradients as the sharded ones do.
+
+        Args:
+            in_backward: The graph exists already, so who wants gradients is settled.
 
         Raises:
             RuntimeError: If somebody else replaced a sharded parameter, whose values would be lost.
         """
-        for sharded, full in self._pairs:
+        for sharded, full in () if in_backward else self._pairs:
             if full.requires_grad != sharded.requires_grad:
                 full.requires_grad_(sharded.requires_grad)
         for parameters, name, sharded, full, full_name in self._plain:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ya_fsdp._torch_compat import AsyncCollectiveTensor, DTensor
+from ya_fsdp._torch_compat import AsyncCollectiveTensor, DTensor, new_dtensor
 from ya_fsdp.comm import Reduction, plan_reduction
 from ya_fsdp.layout import FlatLayout
 from ya_fsdp.policy import ResolvedDtypes
@@ -58,6 +58,7 @@ class GradientReducer:
         self._accumulated: torch.Tensor | None = None
         self._partial_shard: torch.Tensor | None = None
         self._stagers: dict[torch.dtype, GradientStager] = {}
+        self._planned: tuple[tuple[torch.dtype, float | None, bool], Reduction] | None = None
 
     def reduce(
         self, comm: YaFSDPCommContext, dtypes: ResolvedDtypes, device: torch.device, shard: torch.Tensor
@@ -182,12 +183,12 @@ class GradientReducer:
         return self._stagers[dtype]
 
     def _plan(self, dtype: torch.dtype) -> Reduction:
-        return plan_reduction(
-            self._mesh.num_ranks,
-            dtype,
-            divide_factor=self._settings.gradient_divide_factor,
-            force_sum=self._settings.force_sum_reduction,
-        )
+        wanted = (dtype, self._settings.gradient_divide_factor, self._settings.force_sum_reduction)
+        if self._planned is None or self._planned[0] != wanted:
+            _, factor, force_sum = wanted
+            plan = plan_reduction(self._mesh.num_ranks, dtype, divide_factor=factor, force_sum=force_sum)
+            self._planned = (wanted, plan)
+        return self._planned[1]
 
     # ---- behind the collective -----------------------------------------------------------------------------------
 
@@ -248,6 +249,13 @@ class GradientReducer:
         self._assign(result, contributed)
 
     def _assign(self, flat: torch.Tensor, contributed: list[bool]) -> None:
+        if all(contributed) and all(param.sharded_param.grad is None for param in self._params):
+            # The common case, for every parameter of every step: as few calls as can be.
+            wrap = new_dtensor
+            for param, view in zip(self._params, self.local_views(flat), strict=True):
+                sharded = param.sharded_param
+                sharded.grad = wrap(RaggedShardDTensor, view, sharded._spec, requires_grad=False)  # type: ignore[attr-defined]
+            return
         sums: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for index, (param, view) in enumerate(zip(self._params, self.local_views(flat), strict=True)):
             sharded = param.sharded_param

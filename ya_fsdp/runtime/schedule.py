@@ -42,7 +42,7 @@ class PostForwardOrder(Generic[T]):
     """The order in which forwards ended; the backward runs through it from the end. Holds units weakly."""
 
     def __init__(self) -> None:
-        self._order: list[weakref.ref[T]] = []
+        self._order: list[weakref.ref[T] | None] = []
         self._places: dict[int, list[int]] = {}
 
     def record(self, unit: T) -> None:
@@ -55,8 +55,11 @@ class PostForwardOrder(Generic[T]):
         places = self._places.get(id(unit))
         if not places:
             return None
-        for place in range(places.pop() - 1, -1, -1):
-            candidate = self._order[place]()
+        own = places.pop()
+        self._order[own] = None  # a later backward, of another micro-batch, does not come by here again
+        for place in range(own - 1, -1, -1):
+            entry = self._order[place]
+            candidate = entry() if entry is not None else None
             if candidate is not None and wanted(candidate):
                 return candidate
         return None

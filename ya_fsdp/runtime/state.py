@@ -194,7 +194,10 @@ class YaFSDPState(_State):
             return output
         self._end_forward()
         left_open = self._end_root_forward() if self.context.iter_forward_root is self else []
-        self._watch_forward(output, left_open)
+        # Reentrant checkpointing runs without gradients what its backward will run again.
+        comes_back = self._watch_forward(output, left_open) or not torch.is_grad_enabled()
+        if comes_back and self.context.grad_enabled and torch._C._current_graph_task_id() == -1:
+            self.context.comm.post_forward_order.record(self)
         return output
 
     def _part_forward(self, output: Any) -> None:
@@ -204,11 +207,12 @@ class YaFSDPState(_State):
     def _is_outermost(self) -> bool:
         return self.context.iter_forward_root is self
 
-    def _watch_forward(self, output: Any, left_open: Sequence[Callable[[], None]] = ()) -> None:
-        if torch.is_grad_enabled():
-            graph = self.phase.open_graph()
-            graph.left_open.extend(left_open)
-            watch_outputs(output, partial(self._pre_backward, graph), self.phase)
+    def _watch_forward(self, output: Any, left_open: Sequence[Callable[[], None]] = ()) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        graph = self.phase.open_graph()
+        graph.left_open.extend(left_open)
+        return watch_outputs(output, partial(self._pre_backward, graph), self.phase)
 
     def _end_forward(self) -> None:
         context = self.context
@@ -226,8 +230,6 @@ class YaFSDPState(_State):
                 else:
                     group.reshard()
         self.phase.move_to(TrainingState.IDLE)
-        if not in_autograd and context.grad_enabled:
-            context.comm.post_forward_order.record(self)
 
     def _end_root_forward(self) -> list[Callable[[], None]]:
         context = self.context
@@ -251,6 +253,8 @@ class YaFSDPState(_State):
             return None
         self.phase.is_borrowed = True
         self._end_forward()
+        if self.context.grad_enabled:
+            self.context.comm.post_forward_order.record(self)
         this = weakref.ref(self)
         return lambda: state._enter_backward() if (state := this()) is not None else None
 

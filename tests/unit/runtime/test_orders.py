@@ -115,3 +115,13 @@ def test_a_unit_without_a_forward_left_has_nothing_before_it() -> None:
     assert order.previous(b, lambda _: True) is None
     order.clear()
     assert order.previous(a, lambda _: True) is None
+
+
+def test_forwards_whose_backward_has_passed_are_not_offered_again() -> None:
+    order: PostForwardOrder[Unit] = PostForwardOrder()
+    a, b = make_units(2)
+    for _ in range(2):  # the backward of the first micro-batch comes before the forward of the second
+        order.record(a)
+        order.record(b)
+        assert order.previous(b, lambda _: True) is a
+        assert order.previous(a, lambda _: True) is None
