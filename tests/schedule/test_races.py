@@ -50,6 +50,19 @@ def evaluation_between_steps(run):
             run.model(run.tokens)
 
 
+def recorded_backwards(run):
+    """A gradient penalty on what the embedding gives: a backward that is differentiated."""
+    for _ in range(2):
+        seen = []
+        handle = run.model.embedding.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output))
+        out = run.model(run.tokens).float()
+        handle.remove()
+        (slope,) = torch.autograd.grad(out.square().sum(), seen, create_graph=True)
+        (out.sum() + slope.float().square().sum()).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
 def clipped_steps(run):
     for _ in range(2):
         run.forward_backward()
@@ -141,6 +154,7 @@ SCENARIOS = {
     "replicas": (steps, {"policy": BF16, "mesh_shape": (2, 4)}),
     "replicas, micro-batches": (micro_batches_between_replicas, {"policy": BF16, "mesh_shape": (2, 4)}),
     "evaluation between steps": (evaluation_between_steps, {"policy": BF16}),
+    "recorded backwards": (recorded_backwards, {"policy": BF16, "kept": ()}),
     "clipping": (clipped_steps, {}),
     "two forwards": (two_forwards_before_backward, {"kept": ()}),
     "unshard by hand": (unshard_by_hand, {"policy": BF16}),
