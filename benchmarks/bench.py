@@ -5,7 +5,9 @@ python benchmarks/bench.py --quick    # tiny models and few rounds, to see that 
 """
 
 import argparse
+import contextlib
 import datetime
+import io
 import json
 import os
 import subprocess
@@ -19,14 +21,15 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from accelerate_plugin import cli
 from benchmarks import plots
 from benchmarks.common import MODELS, versions
 from ya_fsdp.layout import ParamSpec, plan_contiguous
 
 ROOT = Path(__file__).resolve().parents[1]
 console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
-CASES = [("8b", 8), ("8b", 64), ("70b", 256)]
-QUICK_CASES = [("tiny", 8)]
+CASES = {"8b": (8, 64), "70b": (256,)}
+QUICK_CASES = {"tiny": (2, 8, 64)}
 PEAK_TARGETS = {("8b", 8): 0.93, ("8b", 64): 0.88, ("70b", 256): 0.90}
 
 
@@ -46,30 +49,35 @@ class Row:
 
 
 def run(*command):
-    """Runs a program and returns the JSON of its last line."""
+    """Runs a program and returns its lines of JSON."""
     console.print("[dim]" + " ".join(map(str, command)) + "[/dim]")
     result = subprocess.run(
         [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False
     )
     if result.returncode:
         sys.exit(f"{' '.join(map(str, command))} failed:\n{result.stderr[-4000:]}")
-    return json.loads(result.stdout.splitlines()[-1])
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
-def simulate(engine, model, world, checkpointing):
+def simulate(engines, model, worlds, sequence, checkpointing=True):
     flags = [] if checkpointing else ["--no-activation-checkpointing"]
-    return run("benchmarks/simulate.py", "--engine", engine, "--model", model, "--world", world, *flags)
+    sizes = ["--model", model, "--world", *worlds, "--seq", sequence]
+    return run("benchmarks/simulate.py", "--engine", *engines, *sizes, *flags)
 
 
-def estimate(model, world, checkpointing):
+def estimate(model, worlds, sequence, checkpointing):
     """The command's own estimate for the model that ``simulate.py`` runs."""
+    layers = "all" if checkpointing else "0"
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"model_type": "llama", "tie_word_embeddings": False, **MODELS[model]}, file)
         file.flush()
-        layers = "all" if checkpointing else 0
-        options = ["--world", world, "--loss", "lean", "--checkpoint-layers", layers, "--json"]
-        found = run("-m", "accelerate_plugin.cli", "estimate", file.name, *options)
-    return {"model": model, "world": world, "activation_checkpointing": checkpointing, **found["bytes"]}
+        options = ["--sequence", str(sequence), "--loss", "lean", "--checkpoint-layers", layers, "--json"]
+        for world in worlds:
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                cli.main(["estimate", file.name, "--world", str(world), *options])
+            found = json.loads(printed.getvalue())["bytes"]
+            yield {"model": model, "world": world, "activation_checkpointing": checkpointing, **found}
 
 
 def layout_seconds(num_params=1000, world_size=16384):
@@ -84,27 +92,28 @@ def layout_seconds(num_params=1000, world_size=16384):
 
 def collect(quick):
     """Runs everything and returns the results."""
-    cases = QUICK_CASES if quick else CASES
-    units, rounds = ((3, 6), 4) if quick else ((8, 32, 80), 40)
+    cases, sequence = (QUICK_CASES, 64) if quick else (CASES, 4096)
+    units, rounds, steps = ((3, 6), 4, 4) if quick else ((8, 32, 80), 40, 30)
     results = {
         "date": datetime.date.today().isoformat(),
         "quick": quick,
         "versions": versions(),
         "load": os.getloadavg(),
         "layout_seconds": layout_seconds(),
-        "host": run("benchmarks/host.py", "--units", *units, "--rounds", rounds),
+        "host": run("benchmarks/host.py", "--units", *units, "--rounds", rounds)[0],
+        "step": [],
+        "simulate": [],
+        "estimate": [],
     }
-    dtypes = ["fp32"] if quick else ["fp32", "bf16"]
-    steps = 4 if quick else 30
-    results["step"] = [
-        run("benchmarks/step.py", "--engines", "fsdp2", "ya_fsdp", "--dtype", dtype, "--rounds", steps)
-        for dtype in dtypes
-    ]
-    results["simulate"] = [simulate(engine, *case, True) for case in cases for engine in ("fsdp2", "ya_fsdp")]
-    if not quick:
-        results["simulate"] += [simulate("ya_fsdp", *case, False) for case in cases]
-    checkpointings = [True] if quick else [True, False]
-    results["estimate"] = [estimate(*case, flag) for case in cases for flag in checkpointings]
+    for dtype in ["fp32"] if quick else ["fp32", "bf16"]:
+        options = ["--engines", "fsdp2", "ya_fsdp", "--dtype", dtype, "--rounds", steps]
+        results["step"] += run("benchmarks/step.py", *options)
+    for model, worlds in cases.items():
+        results["simulate"] += simulate(("fsdp2", "ya_fsdp"), model, worlds, sequence)
+        if not quick:
+            results["simulate"] += simulate(("ya_fsdp",), model, worlds, sequence, checkpointing=False)
+        for checkpointing in [True] if quick else [True, False]:
+            results["estimate"] += estimate(model, worlds, sequence, checkpointing)
     return results
 
 

@@ -10,7 +10,7 @@ MODELS = {
         "vocab_size": 4096,
         "hidden_size": 256,
         "intermediate_size": 768,
-        "num_hidden_layers": 8,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
     },

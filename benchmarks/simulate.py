@@ -179,10 +179,10 @@ def materialise(module):
                 submodule._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=DEVICE)
 
 
-def build(args, mesh):
+def build(args, engine, mesh):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    if args.engine == "fsdp2":
+    if engine == "fsdp2":
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     else:
         from ya_fsdp import MixedPrecisionPolicy, fully_shard
@@ -218,7 +218,7 @@ def build(args, mesh):
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=["fsdp2", "ya_fsdp"], required=True)
+    parser.add_argument("--engine", choices=["fsdp2", "ya_fsdp"], nargs="+", required=True)
     parser.add_argument("--model", choices=sorted(MODELS), default="8b")
     parser.add_argument("--world", type=int, nargs="+", default=[64], help="one or several, one line each")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
@@ -246,11 +246,11 @@ def train_step(model, optimizer, ids, loss_kind):
     optimizer.zero_grad()
 
 
-def simulate(args, world, memory, counter):
+def simulate(args, engine, world, memory, counter):
     """Builds the model and runs three steps, the last of which is counted. Returns bytes by name."""
     mesh = init_device_mesh(DEVICE, (world,))
     with FakeTensorMode(allow_non_fake_inputs=True), counter:
-        model = build(args, mesh)
+        model = build(args, engine, mesh)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         init_peak, memory.peak = memory.peak, 0
         ids = torch.zeros(args.batch, args.seq, dtype=torch.long, device=DEVICE)
@@ -264,18 +264,19 @@ def simulate(args, world, memory, counter):
     return {"init_peak": init_peak, "resting": resting, "step_peak": memory.peak}
 
 
-def report(args, world):
-    """Simulates one world size and returns what is to be printed."""
+def report(args, engine, world):
+    """Simulates one engine on so many ranks and returns what is to be printed."""
     start = time.time()
     memory = LiveBytes()
     counter = OpCounter(memory)
     with fakegpu.fake_ranks(world):
-        values = simulate(args, world, memory, counter)
+        values = simulate(args, engine, world, memory, counter)
     memory.close()
     rows = {name: [calls, round(counter.nbytes[name] / GIB, 3)] for name, calls in sorted(counter.calls.items())}
     return {
         "benchmark": "simulate",
         **vars(args),
+        "engine": engine,
         "world": world,
         "versions": versions(),
         "units": MODELS[args.model]["num_hidden_layers"] + 2,
@@ -295,7 +296,8 @@ def report(args, world):
 def main():
     args = parse_arguments()
     for world in args.world:
-        print(json.dumps(report(args, world)), flush=True)
+        for engine in args.engine:
+            print(json.dumps(report(args, engine, world)), flush=True)
 
 
 if __name__ == "__main__":
