@@ -117,6 +117,7 @@ class GroupBuilder:
         self._home = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
         self._unit = (settings, phase)
 
+    @torch.no_grad()
     def build(self, uses: Sequence[ParamUse]) -> list[YaFSDPParamGroup]:
         """Shards parameters; modules show the shards from then on.
 
