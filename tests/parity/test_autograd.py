@@ -9,122 +9,15 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from tests.support.engines import ENGINE, FSDP2, full, full_gradients, shard
+from tests.support.autograd import Model, compare, mean_square, rows_of, sharded
+from tests.support.engines import ENGINE, FSDP2, full, full_gradients
 from tests.support.guards import assert_same_values
-from tests.support.models import Mlp, float_batches, my_rows
+from tests.support.models import Mlp, float_batches
 from tests.support.recorder import GATHER, REDUCE_SCATTER, CollectiveRecorder
 
-WIDTH = 10
 beyond_fsdp2 = pytest.mark.skipif(ENGINE == FSDP2, reason="PyTorch's engine cannot do this")
-
-
-class Model(nn.Module):
-    """A first layer, blocks and a head, so that units of all kinds take part."""
-
-    def __init__(self, make_block=None):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList((make_block or Mlp)(WIDTH, 14) for _ in range(3))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def mean_square(tensor):
-    return tensor.square().mean(0).sum()
-
-
-def rows_of(batch):
-    return my_rows(batch, dist.get_rank(), dist.get_world_size())
-
-
-def sharded(build, reshard_after_forward):
-    model = build().double()
-    units = [model.first, *model.blocks, model.head]
-    return shard(model, units=units, reshard_after_forward=reshard_after_forward)
-
-
-def compare(build, backward, *, options=(True, False, None), steps=2):
-    """Run ``backward(model, rows)`` on a plain and on sharded models, several times each, and compare gradients."""
-    batch = float_batches(1)[0].double()
-    plain = build().double()
-    backward(plain, batch)
-    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    assert any(gradient is not None and gradient.any() for gradient in expected.values())
-    for option in options:
-        model = sharded(build, option)
-        for step in range(steps):
-            backward(model, rows_of(batch))
-            what = f"reshard_after_forward={option}, step {step}, rank {dist.get_rank()}"
-            assert_same_values(full_gradients(model), expected, what, atol=1e-9)
-            model.zero_grad()
-
-
-# ---- gradients of gradients ----------------------------------------------------------------------------------------
-
-
-def gradient_penalty(model, rows):
-    """A loss with the gradient of the output with respect to the input in it."""
-    rows = rows.clone().requires_grad_()
-    out = model(rows)
-    (slope,) = torch.autograd.grad(out.sum(), rows, create_graph=True)
-    (mean_square(out) + 0.3 * mean_square(slope)).backward()
-
-
-def penalty_alone(model, rows):
-    rows = rows.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(model(rows).square().sum(), rows, create_graph=True)
-    mean_square(slope).backward()
-
-
-def penalty_inside(model, rows):
-    """The gradient with respect to what comes between two units."""
-    hidden = torch.tanh(model.first(rows))
-    out = hidden
-    for block in model.blocks:
-        out = block(out)
-    (slope,) = torch.autograd.grad(out.square().sum(), hidden, create_graph=True)
-    mean_square(slope + model.head(out).sum(-1, keepdim=True)).backward()
-
-
-def third_order(model, rows):
-    rows = rows.clone().requires_grad_()
-    (first,) = torch.autograd.grad(model(rows).square().sum(), rows, create_graph=True)
-    (second,) = torch.autograd.grad(first.square().sum(), rows, create_graph=True)
-    mean_square(second).backward()
-
-
-def recorded_and_run_twice(model, rows):
-    """A backward that is recorded and fills ``.grad`` itself, then another over the same graph."""
-    loss = mean_square(model(rows.clone().requires_grad_()))
-    loss.backward(create_graph=True)
-    for parameter in model.parameters():
-        parameter.grad = None if parameter.grad is None else parameter.grad.detach()
-    loss.backward()
-
-
-@beyond_fsdp2
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize(
-    "backward", [gradient_penalty, penalty_alone, penalty_inside, third_order, recorded_and_run_twice]
-)
-def test_gradients_of_gradients(on_ranks, backward):
-    on_ranks(2, compare, Model, backward)
-
-
-@beyond_fsdp2
-@pytest.mark.parametrize("world", [4])
-def test_gradient_penalty_on_four_ranks(on_ranks, world):
-    on_ranks(world, compare, partial(Repeated, 2), gradient_penalty, options=(None,))
 
 
 # ---- outputs, graphs and inputs ------------------------------------------------------------------------------------
@@ -280,7 +173,7 @@ def test_gradients_equal_one_process(on_ranks, build, backward):
 
 
 def check_inputs_only():
-    model = sharded(Model, True)
+    model = sharded(Model, reshard_after_forward=True)
     rows = rows_of(float_batches(1)[0].double()).requires_grad_()
     with CollectiveRecorder() as recorder:
         (found,) = torch.autograd.grad(mean_square(model(rows)), rows)
@@ -329,7 +222,7 @@ def stash_alone(index, model, rows):
 
 def check_refusal(build, backward, name):
     """The error names the parameters, and training goes on behind it as if nothing had happened."""
-    model = sharded(build, None)
+    model = sharded(build)
     batch = float_batches(1)[0].double()
 
     def twice():  # what reaches no hook of the engine is found out at the next forward
@@ -366,7 +259,7 @@ def test_a_loss_on_what_a_unit_did_not_return_is_refused(on_ranks, build, backwa
 
 def check_flips():
     """Parts, whole units and the whole model change between frozen and trainable in the middle of a run."""
-    plain, model = Model().double(), sharded(Model, None)
+    plain, model = Model().double(), sharded(Model)
     batch = float_batches(1)[0].double()
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (plain, model)]
     flips = [
@@ -396,16 +289,3 @@ def check_flips():
 
 def test_parameters_may_be_frozen_and_unfrozen_between_steps(on_ranks):
     on_ranks(2, check_flips)
-
-
-# ---- with recomputation --------------------------------------------------------------------------------------------
-
-
-class Recomputed(Mlp):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-@beyond_fsdp2
-def test_gradient_penalty_through_recomputed_blocks(on_ranks):
-    on_ranks(2, compare, partial(Model, Recomputed), gradient_penalty)
