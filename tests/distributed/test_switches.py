@@ -162,7 +162,15 @@ def check_method():
     assert isinstance(model, FSDPModule)
     assert isinstance(model, WithMethod)
     register_fsdp_forward_method(model, "encode")
-    torch.testing.assert_close(model.encode(batch), WithMethod().encode(batch), atol=1e-6, rtol=0)
+    plain = WithMethod()
+    torch.testing.assert_close(model.encode(batch), plain.encode(batch), atol=1e-6, rtol=0)
+    assert isinstance(model.bias, DTensor)
+    rows = my_rows(batch, dist.get_rank(), dist.get_world_size())
+    for _ in range(2):
+        (plain.encode(batch).square().mean() + plain(batch).square().mean()).backward()
+        (model.encode(rows).square().mean() + model(rows).square().mean()).backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert_same_values(full_gradients(model), expected, "gradients", atol=1e-6)
     assert isinstance(model.bias, DTensor)
 
 
