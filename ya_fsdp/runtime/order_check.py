@@ -14,7 +14,6 @@ import logging
 import os
 import threading
 import time
-from datetime import timedelta
 from itertools import count
 from typing import Any
 from weakref import WeakSet
@@ -116,10 +115,13 @@ class OrderCheck:
         self._claim = ""
 
     def _have_all_come(self, key: str) -> bool:
-        try:
-            self._store.wait([key], timedelta(seconds=_POLL_SECONDS))
-        except RuntimeError:  # not yet; the kinds of stores raise different classes
-            return bool(self._store.check([key]))
+        """Looks for a while; the store's own wait would fill the log with warnings about its timeout."""
+        deadline, pause = time.monotonic() + _POLL_SECONDS, 0.001
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
         return True
 
     def _look_for_others(self, place: int, unit: str) -> None:
