@@ -1,6 +1,7 @@
 """Gathered parameters are released as soon as they are not needed, and a deleted model leaves nothing behind."""
 
 import gc
+import time
 import weakref
 
 import pytest
@@ -117,6 +118,14 @@ def test_deleting_the_model_frees_its_memory(on_ranks):
     on_ranks(2, check_deleted)
 
 
+def settled(memory):
+    """Bytes left; gloo's own thread may hold the memory of its last collective for a moment longer."""
+    deadline = time.monotonic() + 5
+    while (left := memory.current()) > 1024 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
 def count_references():
     """Reference counts alone free a model: the engine adds no cycle that would wait for the garbage collector."""
     batch = float_batches(1)[0]
@@ -137,7 +146,7 @@ def count_references():
                 references = [weakref.ref(thing) for thing in (model, model.blocks[1], *model.parameters())]
                 assert memory.current() > 0
                 del model, loss, rows
-                left = memory.current()
+                left = settled(memory)
             assert left <= 1024, f"rank {dist.get_rank()}, {way}: {left} bytes are still alive"
             alive = [type(thing).__name__ for reference in references if (thing := reference()) is not None]
             assert not alive, f"rank {dist.get_rank()}, {way}: still alive: {alive}"
