@@ -163,7 +163,20 @@ def test_wrong_arguments_are_refused_before_anything_is_built(arguments, message
     assert message in capsys.readouterr().err
 
 
-def test_models_that_route_by_value_are_estimated_without_activations(tmp_path, capsys):
+def test_models_that_ask_for_values_are_refused_with_the_reason(llama):
+    model = build_model(str(llama))
+    units = find_units(model, Settings())
+    ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
+
+    def run_with_value():
+        loss = model(input_ids=ids, labels=ids).loss
+        return loss if loss.item() > 0 else -loss
+
+    with pytest.raises(RuntimeError, match="activations of LlamaForCausalLM cannot be measured without data"):
+        measure(model, units, run_with_value)
+
+
+def test_a_mixture_of_experts_is_estimated_without_activations(tmp_path, capsys):
     config = {"model_type": "mixtral", **SIZES, "num_hidden_layers": 2, "num_local_experts": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     common = ("estimate", tmp_path, "--world", "2", "--sequence", "32")
