@@ -28,6 +28,7 @@ from ya_fsdp.layout import ParamSpec, plan_contiguous
 
 ROOT = Path(__file__).resolve().parents[1]
 console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
+GIB = 2**30
 CASES = {"8b": (8, 64), "70b": (256,)}
 QUICK_CASES = {"tiny": (2, 8, 64)}
 PEAK_TARGETS = {("8b", 8): 0.93, ("8b", 64): 0.88, ("70b", 256): 0.90}
@@ -150,7 +151,7 @@ def simulate_rows(reports):
             ("step_peak", "simulated peak of a step, GiB", PEAK_TARGETS.get((model, world))),
             ("init_peak", "simulated peak of initialisation, GiB", 0.65 if (model, world) == ("8b", 64) else None),
         ):
-            a, b = ours["gib"][key], theirs["gib"][key]
+            a, b = ours["bytes"][key] / GIB, theirs["bytes"][key] / GIB
             yield Row(f"{where}: {name}", f"{a:.2f}", f"{b:.2f}", a / b, target)
         (a, chunks), (b, _) = collectives(ours), collectives(theirs)
         yield Row(f"{where}: collectives per step", f"{a - chunks} + {chunks} chunks", str(b), (a - chunks) / b, 1.0)
@@ -163,10 +164,10 @@ def simulate_rows(reports):
 def estimate_rows(estimates, reports):
     """How far the estimate is from the simulation. It counts in the order of the plug-in, so peaks of steps only."""
     ours = [report for report in reports if report["engine"] == "ya_fsdp"]
-    found = {(r["model"], r["world"], r["activation_checkpointing"]): r["gib"] for r in ours}
+    found = {(r["model"], r["world"], r["activation_checkpointing"]): r["bytes"] for r in ours}
     for item in estimates:
         key = (item["model"], item["world"], item["activation_checkpointing"])
-        ours, simulated = item["step_peak"] / 2**30, found[key]["step_peak"]
+        ours, simulated = item["step_peak"] / GIB, found[key]["step_peak"] / GIB
         name = f"{key[0]} on {key[1]}, {'' if key[2] else 'no '}checkpointing: estimate / simulation, GiB"
         yield Row(name, f"{ours:.2f}", f"{simulated:.2f}", abs(ours / simulated - 1), 0.03)
 
