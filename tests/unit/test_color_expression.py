@@ -14,7 +14,7 @@ from ya_fsdp.comm.colors import MAX_DEPTH, MAX_LENGTH, ColorExpression, ColorExp
 from ya_fsdp.comm.topology import NodeGrid, parse_colors
 
 #: CPU seconds that one string may take; a run away power or a backtracking pattern takes far longer.
-MAX_SECONDS = 0.5
+MAX_SECONDS = 5.0
 #: Interpreter events that tell of code being compiled, run or fetched.
 CODE_EVENTS = {"compile", "exec", "import", "open", "os.system", "subprocess.Popen", "code.__new__", "marshal.loads"}
 

@@ -259,16 +259,14 @@ class ParamSwitch:
         for site, sharded, _, _ in self._others:
             site.show(sharded)
 
-    def to_unsharded(self, *, in_backward: bool = False) -> None:
+    def to_unsharded(self) -> None:
         """Shows the unsharded parameters, which want gradients as the sharded ones do.
-
-        Args:
-            in_backward: The graph exists already, so who wants gradients is settled.
 
         Raises:
             RuntimeError: If somebody else replaced a sharded parameter, whose values would be lost.
         """
-        for sharded, full in () if in_backward else self._pairs:
+        # In the backward too: adapters that were off in between (a reference's forward) wanted none then.
+        for sharded, full in self._pairs:
             if full.requires_grad != sharded.requires_grad:
                 full.requires_grad_(sharded.requires_grad)
         for parameters, name, sharded, full, full_name in self._plain:

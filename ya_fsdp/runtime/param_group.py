@@ -173,7 +173,7 @@ class YaFSDPParamGroup:
         self._gather.wait()
         self._gather = None
         assert self._switch is not None
-        self._switch.to_unsharded(in_backward=self.phase.training_state is TrainingState.PRE_BACKWARD)
+        self._switch.to_unsharded()
         self.sharded_state = ShardedState.UNSHARDED
         if is_debug():
             self._check_unsharded()
