@@ -151,13 +151,13 @@ def main() -> None:
         while not (folder / "ready").exists():
             time.sleep(0.0005)
         start = time.monotonic()
-        undisturbed = number % 10 == 0
+        undisturbed = number % 10 == 1  # the first tells how long a save takes here and now
         if not undisturbed and number != FULL_DISK:
             time.sleep(chance.uniform(0.0, duration))
             os.kill(children[victim], signal.SIGKILL)
         statuses = wait(children, 30)
         if undisturbed:
-            duration = time.monotonic() - start  # how long a save takes here and now
+            duration = time.monotonic() - start
         (folder / "ready").unlink()
         step = newest(folder)
         loaded = wait(in_forks(lambda rank, step=step: load(folder, step, form), folder, f"load{number}"), 60)
