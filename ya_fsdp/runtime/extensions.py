@@ -21,19 +21,18 @@ from ya_fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, ResolvedDtypes
 from ya_fsdp.ragged import data_of, with_data
 from ya_fsdp.runtime.comm_context import InFlight
 from ya_fsdp.runtime.mesh import ShardMesh
-from ya_fsdp.runtime.param import ParamSwitch, YaFSDPParam
+from ya_fsdp.runtime.param import GATHER_HOOKS, ParamSwitch, YaFSDPParam
 from ya_fsdp.runtime.param_group import YaFSDPParamGroup, allocate_shard
 from ya_fsdp.runtime.settings import UnitPhase, UnitSettings
 
 __all__ = ["ExtensionGroup", "check_hooks", "has_hooks", "plan_rows"]
 
-_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 _ALIGNMENT = 16  # bytes at whose multiples what is gathered starts
 
 
 def has_hooks(param: Any) -> bool:
     """Whether a parameter says how it is gathered."""
-    return any(hasattr(param, hook) for hook in _HOOKS)
+    return any(hasattr(param, hook) for hook in GATHER_HOOKS)
 
 
 def check_hooks(name: str, param: Any, policy: MixedPrecisionPolicy) -> None:
@@ -42,7 +41,7 @@ def check_hooks(name: str, param: Any, policy: MixedPrecisionPolicy) -> None:
     Raises:
         ValueError: Naming the parameter.
     """
-    missing = [hook for hook in _HOOKS if not hasattr(param, hook)]
+    missing = [hook for hook in GATHER_HOOKS if not hasattr(param, hook)]
     kind = type(param).__name__
     if len(missing) == 1:
         raise ValueError(
@@ -125,11 +124,7 @@ class ExtensionGroup(YaFSDPParamGroup):
     def _param(self) -> YaFSDPParam:
         return self.params[0]
 
-    def gather(self) -> None:
-        """See :meth:`YaFSDPParamGroup.gather`."""
-        self.is_kept = False
-        if self.sharded_state is not ShardedState.SHARDED:
-            return
+    def _start_gather(self) -> InFlight:
         runtime, ranks = self._context.runtime, self.mesh.shard
         with runtime.on(runtime.gather_stream), torch.no_grad():
             pieces = self._param.set_all_gather_input(self._rows(), self.mesh.shard_axis, self._policy)
@@ -142,32 +137,23 @@ class ExtensionGroup(YaFSDPParamGroup):
                 for output, piece in zip(self._outputs, pieces, strict=True)
             ]
             pending = _All([work for work in works if work is not None])
-            self._gather = InFlight(pending, runtime.record(), runtime, *pieces)
-        self.sharded_state = ShardedState.GATHERING
+            return InFlight(pending, runtime.record(), runtime, *pieces)
 
-    def wait_for_gather(self) -> None:
-        """See :meth:`YaFSDPParamGroup.wait_for_gather`."""
-        if self.sharded_state is not ShardedState.GATHERING:
-            return
-        assert self._gather is not None
-        self._gather.wait()
-        self._gather = None
+    def _end_gather(self) -> None:
         mine, num_rows = self._row_shape(), self._param.shape[:1].numel()
         outputs = [output.data.view(-1, *size[1:]) for output, size in zip(self._outputs, self._sizes, strict=True)]
         # Rows that fill up the last ranks' part go, where what was sent has rows at all.
         whole = [o[:num_rows] if tuple(size) == mine else o for o, size in zip(outputs, self._sizes, strict=True)]
-        self._param.init_extended_param(tuple(whole), self.dtypes.compute)
+        self._param.init_unsharded_param(tuple(whole), self.dtypes.compute)
         if self._switch is None:
             self._switch = ParamSwitch(self.params)
-        self._switch.to_unsharded()
-        self.sharded_state = ShardedState.UNSHARDED
 
     def reshard(self) -> None:
         """See :meth:`YaFSDPParamGroup.reshard`."""
         was_unsharded = self.sharded_state is ShardedState.UNSHARDED
         super().reshard()
         if was_unsharded:
-            self._param.free_extended_param([output.untyped_storage() for output in self._outputs])
+            self._param.free_unsharded_param([output.untyped_storage() for output in self._outputs])
 
     def reshard_after_forward(self) -> None:
         """Always to all ranks: what a smaller group would keep are the hooks' tensors, whose parts mean nothing."""

@@ -16,7 +16,7 @@ from ya_fsdp.policy import MixedPrecisionPolicy
 from ya_fsdp.ragged import RaggedShardDTensor
 from ya_fsdp.runtime.debug import is_debug, poison
 
-__all__ = ["ExtensionsData", "ParamSite", "ParamSwitch", "YaFSDPParam", "local_part"]
+__all__ = ["GATHER_HOOKS", "ExtensionsData", "ParamSite", "ParamSwitch", "YaFSDPParam", "local_part"]
 
 
 class ParamSite:
@@ -51,6 +51,10 @@ class ParamSite:
             setattr(module, self.name, param)
 
 
+GATHER_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+"""What a parameter's class defines if it says itself how it is gathered."""
+
+
 @dataclass
 class ExtensionsData:
     """What a parameter's first gather hook tells the second, at every gather.
@@ -82,7 +86,7 @@ class YaFSDPParam:
         span: Its range in the bucket's flat buffer.
         sharded_param: This rank's slice, a ``RaggedShardDTensor``; what the optimizer holds.
         unsharded_param: The full parameter, a view of the gather buffer; None before the first gather.
-        extensions: What the parameter's own gather hooks have to say, if it has any.
+        extensions: What the parameter's own gather hooks tell one another; None: it has none.
     """
 
     __slots__ = (
@@ -109,7 +113,8 @@ class YaFSDPParam:
         self.attributes: dict[str, Any] = dict(param.__dict__)  # what libraries attach to parameters goes along
         self.sharded_param = sharded_param
         self.unsharded_param: nn.Parameter | None = None
-        self.extensions = ExtensionsData()
+        has_hooks = any(hasattr(local_part(sharded_param), hook) for hook in GATHER_HOOKS)
+        self.extensions = ExtensionsData() if has_hooks else None
         self._inner: tuple[torch.Tensor, ...] = ()
         sharded_param.__dict__.update(self.attributes)
 
@@ -123,20 +128,6 @@ class YaFSDPParam:
         owner = module_names.get(id(site.parameters))
         if owner is not None:
             self.name = f"{owner}.{site.name}" if owner else site.name
-
-    def init_unsharded_param(self, full: torch.Tensor) -> None:
-        """Makes the unsharded parameter out of a flat view of the gather buffer.
-
-        Shapes:
-            full: ``[numel]``.
-        """
-        # .data gives the view a version counter of its own, so that the next gather's write does not look like an
-        # in-place change of what autograd saved.
-        view = full.view(self.shape).data
-        if self.parallel is not None:
-            view = make_wrapper(DTensor, view, self.parallel)
-        self.unsharded_param = nn.Parameter(view, requires_grad=self.sharded_param.requires_grad)
-        self.unsharded_param.__dict__.update(self.attributes)
 
     def set_all_gather_input(
         self, rows: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy
@@ -158,6 +149,7 @@ class YaFSDPParam:
         stride = torch.empty(self.shape, device="meta").stride()
         others = (self.shape, stride, self.sites[0].module(), policy)
         takes_mesh_only = len(inspect.signature(hook).parameters) == 1
+        assert self.extensions is not None
         inputs, self.extensions.all_gather_metadata = hook(mesh) if takes_mesh_only else hook(mesh, *others)
         for dtype, cls in policy.all_gather_dtype_to_param_cls.items():
             if isinstance(rows, cls) and inputs[0].dtype != dtype:  # what comes behind it may be its scales
@@ -167,34 +159,47 @@ class YaFSDPParam:
                 )
         return tuple(inputs)
 
-    def init_extended_param(self, outputs: tuple[torch.Tensor, ...], dtype: torch.dtype) -> None:
-        """Calls the parameter's second gather hook; from the second time on it fills the same unsharded parameter.
+    def init_unsharded_param(self, gathered: tuple[torch.Tensor, ...], dtype: torch.dtype) -> None:
+        """Makes the unsharded parameter out of what was gathered.
 
         Args:
-            outputs: What was gathered, in the order of the inputs.
+            gathered: A flat view of the gather buffer; for a parameter with gather hooks what its first hook had sent,
+                from all ranks. Its second hook is called, and from the second time on fills the same parameter.
             dtype: Dtype of compute.
         """
-        local: Any = self.sharded_param._local_tensor  # type: ignore[attr-defined]
-        metadata = self.extensions.all_gather_metadata
-        self.extensions.clear()
-        with torch.no_grad():
-            if self.unsharded_param is None:
-                full, self._inner = local.fsdp_post_all_gather(outputs, metadata, dtype)
-                if self.parallel is not None:
-                    full = make_wrapper(DTensor, full, self.parallel)
-                self.unsharded_param = nn.Parameter(full, requires_grad=self.sharded_param.requires_grad)
-                self.unsharded_param.__dict__.update(self.attributes)
-                return
-            for inner in self._inner:
-                storage = inner.untyped_storage()
-                if not storage.nbytes():
-                    storage.resize_(inner.numel() * inner.itemsize)
-            out = local_part(self.unsharded_param)
-            # What autograd saved in the forward is filled with the same values again.
-            with preserve_versions((self.unsharded_param, *self._inner)):
-                local.fsdp_post_all_gather(outputs, metadata, dtype, out=out)
+        if self.extensions is not None:
+            self._call_second_hook(gathered, self.extensions, dtype)
+            return
+        # .data gives the view a version counter of its own, so that the next gather's write does not look like an
+        # in-place change of what autograd saved.
+        self._make_parameter(gathered[0].view(self.shape).data)
 
-    def free_extended_param(self, gathered: Sequence[torch.UntypedStorage]) -> None:
+    def _make_parameter(self, full: torch.Tensor) -> None:
+        if self.parallel is not None:
+            full = make_wrapper(DTensor, full, self.parallel)
+        self.unsharded_param = nn.Parameter(full, requires_grad=self.sharded_param.requires_grad)
+        self.unsharded_param.__dict__.update(self.attributes)
+
+    @torch.no_grad()
+    def _call_second_hook(
+        self, gathered: tuple[torch.Tensor, ...], extensions: "ExtensionsData", dtype: torch.dtype
+    ) -> None:
+        hook = self.sharded_param._local_tensor.fsdp_post_all_gather  # type: ignore[attr-defined]
+        metadata = extensions.all_gather_metadata
+        extensions.clear()
+        if self.unsharded_param is None:
+            full, self._inner = hook(gathered, metadata, dtype)
+            self._make_parameter(full)
+            return
+        for inner in self._inner:
+            storage = inner.untyped_storage()
+            if not storage.nbytes():
+                storage.resize_(inner.numel() * inner.itemsize)
+        # What autograd saved in the forward is filled with the same values again.
+        with preserve_versions((self.unsharded_param, *self._inner)):
+            hook(gathered, metadata, dtype, out=local_part(self.unsharded_param))
+
+    def free_unsharded_param(self, gathered: Sequence[torch.UntypedStorage]) -> None:
         """Frees what the second hook has made, beside what was gathered."""
         known = {storage._cdata for storage in gathered}
         for inner in self._inner:

@@ -148,8 +148,11 @@ class YaFSDPParamGroup:
     def gather(self) -> None:
         """Starts the all-gather into the bucket's buffer; does nothing if that has happened already."""
         self.is_kept = False
-        if self.sharded_state is not ShardedState.SHARDED:
-            return
+        if self.sharded_state is ShardedState.SHARDED:
+            self._gather = self._start_gather()
+            self.sharded_state = ShardedState.GATHERING
+
+    def _start_gather(self) -> InFlight:
         wire, free = self._occupy()
         source, ranks, runtime = self.shard, self.mesh.shard, self._context.runtime
         if self._neighbours_piece is not None:
@@ -162,8 +165,7 @@ class YaFSDPParamGroup:
                 piece = wire[ranks.rank * source.numel() : (ranks.rank + 1) * source.numel()]
                 piece.copy_(source, non_blocking=True)
             work = ranks.all_gather(wire, piece, async_op=runtime.is_async_host)
-            self._gather = InFlight(work, runtime.record(), runtime)
-        self.sharded_state = ShardedState.GATHERING
+            return InFlight(work, runtime.record(), runtime)
 
     def wait_for_gather(self) -> None:
         """Waits for the gather and shows the unsharded parameters in the modules."""
@@ -172,11 +174,15 @@ class YaFSDPParamGroup:
         assert self._gather is not None
         self._gather.wait()
         self._gather = None
+        self._end_gather()
         assert self._switch is not None
         self._switch.to_unsharded()
         self.sharded_state = ShardedState.UNSHARDED
         if is_debug():
             self._check_unsharded()
+
+    def _end_gather(self) -> None:
+        """What is left to do between the gather and its use: nothing, since parameters are views of the buffer."""
 
     def _check_unsharded(self) -> None:
         assert self._buffer is not None
@@ -282,7 +288,7 @@ class YaFSDPParamGroup:
         typed = flat[: self.gathered_nbytes].view(self.dtypes.compute)
         self._wire = typed.data
         for param, part in zip(self.params, member_views(typed.data, self.layout.partition), strict=True):
-            param.init_unsharded_param(part)
+            param.init_unsharded_param((part,), self.dtypes.compute)
         self._switch = ParamSwitch(self.params)
 
     # ---- backward ----------------------------------------------------------------------------------------------------
