@@ -202,28 +202,28 @@ def _no_copy(module: YaFSDPModule, what: str) -> TypeError:
     )
 
 
-def _unsupported(name: str) -> Any:
+def _unsupported(name: str, way_out: str) -> Any:
     def method(self: YaFSDPModule, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{type(self).__name__}.{name}: the switch belongs to PyTorch's engine and ya_fsdp has nothing like it; "
-            f"leave the call out"
-        )
+        raise NotImplementedError(f"{type(self).__name__}.{name}: the switch belongs to PyTorch's engine; {way_out}")
 
     method.__name__ = name
     return method
 
 
+_OWN_COLLECTIVES = "pass an object of your own to fully_shard(..., backend=...), see docs/migration_guide.md"
+_OWN_MEMORY = "on NCCL pass backend=SymmetricMemoryBackend() to fully_shard instead"
+_NOTHING_LIKE_IT = "ya_fsdp has nothing like it, leave the call out"
 # Switches of torch's class that reach into its own engine: without an override they would fail somewhere inside.
-for _name in (
-    "set_custom_all_gather",
-    "set_custom_reduce_scatter",
-    "set_all_reduce_hook",
-    "set_reduce_scatter_max_input_buffers",
-    "set_separate_reduce_scatter_group",
-    "set_allocate_memory_from_process_group_for_comm",
-    "set_symm_mem_for_comm",
-):
-    setattr(YaFSDPModule, _name, _unsupported(_name))
+for _name, _way_out in {
+    "set_custom_all_gather": _OWN_COLLECTIVES,
+    "set_custom_reduce_scatter": _OWN_COLLECTIVES,
+    "set_allocate_memory_from_process_group_for_comm": _OWN_MEMORY,
+    "set_symm_mem_for_comm": _OWN_MEMORY,
+    "set_all_reduce_hook": _NOTHING_LIKE_IT,
+    "set_reduce_scatter_max_input_buffers": _NOTHING_LIKE_IT,
+    "set_separate_reduce_scatter_group": _NOTHING_LIKE_IT,
+}.items():
+    setattr(YaFSDPModule, _name, _unsupported(_name, _way_out))
 
 
 def _states_of(modules: Iterable[Any]) -> list[YaFSDPState]:

@@ -18,12 +18,12 @@ from tests.support.training import causal_loss
 OnRanks = Callable[..., list[Any]]
 
 
-def _stock(name: str) -> Any:
-    """Accelerate's own function, whether or not it has been replaced in this process."""
+def _of_accelerate(name: str, engine: str) -> Any:
+    """Accelerate's function: its own for its own engine, though it may have been replaced in this process."""
     from accelerate.utils import fsdp_utils
 
     function = getattr(fsdp_utils, name)
-    return getattr(function, "__wrapped__", function)
+    return getattr(function, "__wrapped__", function) if engine == FSDP2 else function
 
 
 def _surroundings(form: str) -> tuple[Any, Any]:
@@ -73,14 +73,8 @@ def _save(engine: str, name: str, form: str, folder: str) -> Any:
     _train(model, optimizer)
     with launched(form, FSDP_YA_FSDP_ENABLED=str(engine != FSDP2).lower()):
         plugin, accelerator = _surroundings(form)
-        if engine == FSDP2:
-            _stock("save_fsdp_model")(plugin, accelerator, model, folder)
-            _stock("save_fsdp_optimizer")(plugin, accelerator, optimizer, model, folder)
-        else:
-            from accelerate.utils import fsdp_utils
-
-            fsdp_utils.save_fsdp_model(plugin, accelerator, model, folder)
-            fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+        _of_accelerate("save_fsdp_model", engine)(plugin, accelerator, model, folder)
+        _of_accelerate("save_fsdp_optimizer", engine)(plugin, accelerator, optimizer, model, folder)
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return _values(model, optimizer), groups
 
@@ -91,14 +85,8 @@ def _load(engine: str, name: str, form: str, folder: str, values: Any, groups: A
         group.update(lr=0.5, weight_decay=0.5)
     with launched(form, FSDP_YA_FSDP_ENABLED=str(engine != FSDP2).lower()):
         plugin, accelerator = _surroundings(form)
-        if engine == FSDP2:
-            _stock("load_fsdp_model")(plugin, accelerator, model, folder)
-            _stock("load_fsdp_optimizer")(plugin, accelerator, optimizer, model, folder)
-        else:
-            from accelerate.utils import fsdp_utils
-
-            fsdp_utils.load_fsdp_model(plugin, accelerator, model, folder)
-            fsdp_utils.load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+        _of_accelerate("load_fsdp_model", engine)(plugin, accelerator, model, folder)
+        _of_accelerate("load_fsdp_optimizer", engine)(plugin, accelerator, optimizer, model, folder)
     assert_equal(_values(model, optimizer), values, f"{name} in {form} read by {engine} on {dist.get_world_size()}")
     for group, expected in zip(optimizer.param_groups, groups, strict=True):
         # torch's own loading of full state turns tuples into lists.

@@ -300,3 +300,20 @@ def check_mistakes():
 
 def test_wrong_arguments_are_refused(on_ranks):
     on_ranks(2, check_mistakes)
+
+
+def check_switches_of_torch():
+    model = sharded_stack()
+    for name, way_out in {
+        "set_custom_all_gather": r"backend=\.\.\.",
+        "set_custom_reduce_scatter": r"backend=\.\.\.",
+        "set_symm_mem_for_comm": "SymmetricMemoryBackend",
+        "set_all_reduce_hook": "leave the call out",
+    }.items():
+        with pytest.raises(NotImplementedError, match=rf"FSDPMlpStack\.{name}: .*{way_out}"):
+            getattr(model, name)(None)
+
+
+@pytest.mark.skipif(ENGINE == FSDP2, reason="they are that engine's own")
+def test_switches_of_pytorchs_engine_are_refused_with_the_way_out(on_ranks):
+    on_ranks(2, check_switches_of_torch)
