@@ -1,7 +1,8 @@
 """``RaggedShardDTensor``: the type of a sharded parameter, its gradient and its optimizer state."""
 
-from collections.abc import Sequence
-from typing import Any, cast
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,7 +13,7 @@ from ya_fsdp.ragged.convert import gather_full, scatter_mean, slice_full
 from ya_fsdp.ragged.inner import plain
 from ya_fsdp.ragged.placement import RaggedShard
 
-__all__ = ["RaggedShardDTensor"]
+__all__ = ["RaggedShardDTensor", "local_list"]
 
 
 class RaggedShardDTensor(DTensor):
@@ -23,7 +24,13 @@ class RaggedShardDTensor(DTensor):
 
     Shapes:
         The tensor has the full parameter's shape; ``to_local()`` has shape ``[local numel]``.
+
+    Attributes:
+        num_switches: How often ``requires_grad`` was set on any such tensor, so that the engine sees by one number that
+            no parameter was frozen or thawed since it last looked.
     """
+
+    num_switches: ClassVar[int] = 0
 
     @classmethod
     def wrap(cls, local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> "RaggedShardDTensor":
@@ -135,6 +142,14 @@ class RaggedShardDTensor(DTensor):
             f"local={self._local_tensor})"
         )
 
+    def requires_grad_(self, requires_grad: bool = True) -> "RaggedShardDTensor":
+        """See :meth:`torch.Tensor.requires_grad_`."""
+        RaggedShardDTensor.num_switches += 1
+        return cast(RaggedShardDTensor, super().requires_grad_(requires_grad))
+
+    # A property over torch's, to see assignments too.
+    requires_grad = property(torch.Tensor.requires_grad.__get__, requires_grad_)  # type: ignore[arg-type, attr-defined]
+
     @property
     def data(self) -> "RaggedShardDTensor":
         """The tensor outside of autograd, sharing its slice. Assigning writes the values into the slice.
@@ -170,6 +185,23 @@ class RaggedShardDTensor(DTensor):
         return RaggedShardDTensor.wrap(inner_tensors["_local_tensor"], spec, requires_grad=requires_grad)
 
 
+_LOCAL = operator.attrgetter("_local_tensor")
+_ALL_RAGGED, _ALL_PLAIN = {RaggedShardDTensor}, {torch.Tensor}
+
+
+def local_list(values: Iterable[Any]) -> list[Any]:
+    """What operators on lists work on: the slices of ragged tensors, and everything else as it is.
+
+    An optimizer step comes by here with thousands of slices, so the common case is left to functions written in C.
+    """
+    values = list(values)
+    if set(map(type, values)) == _ALL_RAGGED:
+        slices = list(map(_LOCAL, values))
+        if set(map(type, slices)) == _ALL_PLAIN:
+            return slices
+    return [value.local_data if type(value) is RaggedShardDTensor else value for value in values]
+
+
 class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: RaggedShardDTensor) -> torch.Tensor:
@@ -198,7 +230,7 @@ def rebuild_ragged(
     """Makes a pickled tensor again, with what was attached to it (a parameter is recognised by such an attribute)."""
     tensor = RaggedShardDTensor.wrap(local, spec).requires_grad_(requires_grad)
     tensor.__dict__.update(attributes)
-    return cast(RaggedShardDTensor, tensor)
+    return tensor
 
 
 torch.serialization.add_safe_globals([RaggedShardDTensor, RaggedShard, rebuild_ragged])

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from ya_fsdp._torch_compat import DTensor, DTensorSpec
 from ya_fsdp.ragged.convert import gather_full, sharded_axes, slice_full, spec_like
-from ya_fsdp.ragged.dtensor import RaggedShardDTensor
+from ya_fsdp.ragged.dtensor import RaggedShardDTensor, local_list
 from ya_fsdp.ragged.reductions import all_reduce
 from ya_fsdp.ragged.table import Handler, refusal, register, register_fallback
 
@@ -157,18 +157,8 @@ def _item(func: Any, args: Args, kwargs: Kwargs) -> Any:
 # ---- lists of tensors -----------------------------------------------------------------------------------------------
 
 
-def _operand(value: Any) -> Any:
-    return value.local_data if type(value) is RaggedShardDTensor else value
-
-
 def _unwrap_list(values: Any) -> Any:
-    if not isinstance(values, (list, tuple)):
-        return values
-    # The common case stays inside of the loop: an optimizer step comes by here with thousands of slices.
-    return [
-        v._local_tensor if type(v) is RaggedShardDTensor and type(v._local_tensor) is torch.Tensor else _operand(v)
-        for v in values
-    ]
+    return local_list(values) if isinstance(values, (list, tuple)) else values
 
 
 def on_lists(func: Any, args: Args, kwargs: Kwargs) -> Any:

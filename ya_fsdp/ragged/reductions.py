@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ya_fsdp._torch_compat import DTensorSpec
 from ya_fsdp.layout.boxes import boxes
 from ya_fsdp.ragged.convert import block_of, local_range, sharded_axes
-from ya_fsdp.ragged.dtensor import RaggedShardDTensor
+from ya_fsdp.ragged.dtensor import RaggedShardDTensor, local_list
 from ya_fsdp.ragged.table import refusal, register
 
 __all__ = ["all_reduce"]
@@ -60,7 +60,9 @@ def _root(sums: torch.Tensor, order: float) -> torch.Tensor:
 
 def _norms(tensors: list[RaggedShardDTensor], order: float, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Global norm of each tensor. One all-reduce. Shapes: result ``[len(tensors)]``."""
-    locals_ = [t.local_data if dtype is None else t.local_data.to(dtype) for t in tensors]
+    locals_ = local_list(tensors)
+    if dtype is not None:
+        locals_ = [local.to(dtype) for local in locals_]
     sums = all_reduce(_power_sums(locals_, order), tensors[0]._spec, _norm_op(order))
     return _root(sums, order)
 
@@ -71,11 +73,16 @@ def _foreach_norm(func: Any, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     results: dict[int, torch.Tensor] = {}
     groups: dict[Any, list[int]] = {}
+    seen: dict[Any, list[int]] = {}  # the same lists, found without a hash of the mesh for every tensor
     for index, tensor in enumerate(args[0]):
-        if type(tensor) is RaggedShardDTensor:
-            groups.setdefault((tensor._spec.mesh, sharded_axes(tensor._spec)), []).append(index)
-        else:
+        if type(tensor) is not RaggedShardDTensor:
             results[index] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
+            continue
+        spec = tensor._spec
+        key = (id(spec.mesh), *map(type, spec.placements))
+        if key not in seen:
+            seen[key] = groups.setdefault((spec.mesh, sharded_axes(spec)), [])
+        seen[key].append(index)
     for members in groups.values():
         norms = _norms([args[0][index] for index in members], order, dtype)
         results.update(zip(members, norms.unbind(), strict=True))
