@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._dynamo import compiled_autograd
+from torch._dynamo import compiled_autograd, eval_frame
 from torch.distributed import _symmetric_memory
 from torch.distributed._composable_state import _get_module_state, _insert_module_state, _State
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -31,12 +31,16 @@ __all__ = [
     "all_gather",
     "compiled_autograd",
     "compute_local_shape_and_global_offset",
+    "apply_function",
     "concatenate_meshes",
+    "current_tracer",
     "default_store",
+    "flatten_dense",
     "gather_options",
     "get_module_state",
     "insert_module_state",
     "make_wrapper",
+    "never_trace",
     "new_dtensor",
     "preserve_versions",
     "queue_backward_callback",
@@ -66,6 +70,10 @@ new_dtensor: Any = getattr(torch.Tensor, "_dtensor__new__", DTensor.__new__)
 def make_wrapper(cls: type[DTensor], local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> Any:
     """Creates a DTensor subclass around a local tensor."""
     return new_dtensor(cls, local, spec, requires_grad=requires_grad)
+
+
+flatten_dense: Any = torch._C._nn.flatten_dense_tensors
+"""``flatten_dense(tensors)``: one flat tensor of all elements; a single contiguous tensor is not copied."""
 
 
 def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
@@ -101,6 +109,23 @@ def register_foreach_type(cls: type[torch.Tensor]) -> None:
     for supported in (_foreach_utils_types, _optimizer_types):
         if cls not in supported:
             supported.append(cls)
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)`` for one without ``setup_context``; shorter where no functorch transform is active."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+current_tracer: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""What torch.compile does with the frames of this thread; None: nothing."""
+
+
+def never_trace(function: Any, reason: str) -> None:
+    """Marks a function that torch.compile neither compiles nor inlines; what it calls is another matter."""
+    eval_frame.skip_code(function.__code__)
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason
 
 
 def queue_backward_callback(callback: Any) -> None:

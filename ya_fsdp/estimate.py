@@ -16,6 +16,7 @@ from ya_fsdp.layout.columns import column_chunks
 from ya_fsdp.layout.planner import aligned_elements
 from ya_fsdp.policy import MixedPrecisionPolicy, ResolvedDtypes
 from ya_fsdp.runtime.buffer_plan import BucketInfo, plan_buffers
+from ya_fsdp.runtime.lookup import is_lookup
 from ya_fsdp.runtime.reducer import MAX_STAGING_BYTES
 
 __all__ = ["Activations", "MemoryEstimate", "ParamInfo", "Stage", "UnitSpec", "describe_unit", "estimate_memory"]
@@ -51,6 +52,7 @@ class UnitSpec:
         params: Its parameters, in the order of the module.
         is_kept: It stays gathered between forward and backward (``reshard_after_forward=False``).
         is_root: It is gathered for the whole step, because every other unit runs inside of it.
+        is_lookup: Its backward reads no weights, so it is not gathered for it (an embedding).
     """
 
     name: str
@@ -58,6 +60,7 @@ class UnitSpec:
     params: tuple[ParamInfo, ...]
     is_kept: bool = False
     is_root: bool = False
+    is_lookup: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ class MemoryEstimate:
         parameters: Sharded master weights, padding included.
         gradients: Their gradients.
         optimizer: State of the optimizer, of rank 0, which has the most.
-        resting: Between two steps, gradients freed: parameters, optimizer and the shared gather buffers.
+        resting: Between two steps, gradients freed. On CPU the shared gather buffers come on top, which stay there.
         initial_peak: Most while the model is being sharded, one unit at a time.
         step_peak: Most in a step.
         peak_moment: When that is.
@@ -139,7 +142,8 @@ def describe_unit(
             if param not in taken:
                 taken.add(param)
                 params.append(ParamInfo(param_name, tuple(param.shape), param.dtype, param.requires_grad))
-    return UnitSpec(name, type(modules[0]).__qualname__, tuple(params), is_kept, is_root)
+    is_lookup_unit = len(modules) == 1 and is_lookup(modules[0])
+    return UnitSpec(name, type(modules[0]).__qualname__, tuple(params), is_kept, is_root, is_lookup_unit)
 
 
 @dataclass(frozen=True)
@@ -202,12 +206,15 @@ def _buckets(unit: UnitSpec, world_size: int, policy: MixedPrecisionPolicy, alig
 class _Unit:
     """A unit's bytes."""
 
-    def __init__(self, spec: UnitSpec, buckets: list[_Bucket], own: int) -> None:
+    def __init__(self, spec: UnitSpec, buckets: list[_Bucket], homes: list[int | None]) -> None:
         self.name = spec.name
         self.is_kept = spec.is_kept or spec.is_root
         self.is_root = spec.is_root
-        self.own = own
+        self.is_lookup = spec.is_lookup and not self.is_kept
+        self.own = sum(bucket.gathered for bucket, home in zip(buckets, homes, strict=True) if home is None)
         """Gather buffers that are allocated only while the unit is gathered."""
+        self.shared = {home for home in homes if home is not None}
+        """The shared buffers that it uses."""
         self.is_trainable = any(bucket.requires_grad for bucket in buckets)
         self.shard = sum(bucket.shard for bucket in buckets)
         self.initial = sum(bucket.initial for bucket in buckets)
@@ -216,18 +223,18 @@ class _Unit:
         self.staging = max((bucket.staging for bucket in buckets), default=0)
 
 
-def _plan(specs: Sequence[UnitSpec], buckets: list[list[_Bucket]]) -> tuple[list[_Unit], int]:
-    """The units with the buffers of their own, and the bytes of the shared ones."""
+def _plan(specs: Sequence[UnitSpec], buckets: list[list[_Bucket]]) -> tuple[list[_Unit], tuple[int, ...]]:
+    """The units with the buffers that they use, and the bytes of the shared ones."""
     infos = [
         BucketInfo((spec.kind, bucket.dtypes, bucket.requires_grad), bucket.gathered, spec.is_kept or spec.is_root)
         for spec, members in zip(specs, buckets, strict=True)
         for bucket in members
     ]
     plan = plan_buffers(infos)
-    assigned = iter(zip(plan.assignments, infos, strict=True))
-    own = [sum(info.nbytes for at, info in (next(assigned) for _ in members) if at is None) for members in buckets]
-    units = [_Unit(spec, members, mine) for spec, members, mine in zip(specs, buckets, own, strict=True)]
-    return units, sum(plan.shared_nbytes)
+    assigned = iter(plan.assignments)
+    homes = [[next(assigned) for _ in members] for members in buckets]
+    units = [_Unit(spec, members, mine) for spec, members, mine in zip(specs, buckets, homes, strict=True)]
+    return units, plan.shared_nbytes
 
 
 def estimate_memory(
@@ -271,7 +278,7 @@ def estimate_memory(
         parameters=parameters,
         gradients=sum(unit.gradients for unit in planned),
         optimizer=state,
-        resting=parameters + state + shared,
+        resting=parameters + state,
         initial_peak=_initial_peak(planned),
         step_peak=sum(parts.values()),
         peak_moment=peak_moment,
@@ -293,13 +300,16 @@ def _initial_peak(units: Iterable[_Unit]) -> int:
 class _Step:
     """The moments of one step, in order, and what is live in each, beside parameters and optimizer."""
 
-    def __init__(self, units: Sequence[_Unit], stages: Sequence[Stage], shared: int) -> None:
+    def __init__(self, units: Sequence[_Unit], stages: Sequence[Stage], shared: Sequence[int]) -> None:
         self._units = units
         self._stages = stages
         self._shared = shared
         self._first: dict[int, int] = {}
+        self._first_tenant: dict[int, int] = {}
         for place, stage in enumerate(stages):
             self._first.setdefault(stage.unit, place)
+            for buffer in units[stage.unit].shared:
+                self._first_tenant.setdefault(buffer, place)
         self._activations = self._gradients = self._staging = 0
         self._late: list[_Unit] = []
 
@@ -307,7 +317,7 @@ class _Step:
         yield from self._forward()
         yield from self._backward()
         yield from self._late_reductions()
-        yield "optimizer", self._parts(self._shared)
+        yield "optimizer", self._parts(self._gathered((), 0))
 
     def _parts(self, gathered: int, activations: int = 0, staging: int = 0) -> dict[str, int]:
         return {
@@ -322,24 +332,29 @@ class _Step:
             reached = {stage.unit, *(following.unit for following in self._stages[place + 1 : place + 2])}
             kept = {other.unit for other in self._stages[:place] if self._units[other.unit].is_kept}
             live = self._activations + stage.activations.forward_peak
-            yield f"forward of {self._units[stage.unit].name}", self._parts(self._gathered(reached | kept), live)
+            gathered = self._gathered(reached | kept, len(self._stages))
+            yield f"forward of {self._units[stage.unit].name}", self._parts(gathered, live)
             self._activations += stage.activations.forward_delta
 
     def _backward(self) -> Iterator[tuple[str, dict[str, int]]]:
         for place in reversed(range(len(self._stages))):
             stage, unit = self._stages[place], self._units[self._stages[place].unit]
             kept = {other.unit for other in self._stages[:place] if self._units[other.unit].is_kept}
-            ahead = kept | {other.unit for other in self._stages[max(0, place - 1) : place]}
+            ahead = kept | self._for_backward(self._stages[max(0, place - 1) : place])
             live = self._activations + stage.activations.backward_peak
-            yield f"backward of {unit.name}", self._parts(self._gathered(ahead | {stage.unit}), live, self._staging)
+            gathered = self._gathered(ahead | self._for_backward([stage]), place + 1)
+            yield f"backward of {unit.name}", self._parts(gathered, live, self._staging)
             self._activations += stage.activations.backward_delta
             if self._first[stage.unit] != place:
                 continue  # tied: autograd holds its gradient until the other part has come
             if self._has_gradient_of_inputs(place):
-                yield self._reduce(unit, self._gathered(ahead), unit.full_gradients)
+                yield self._reduce(unit, self._gathered(ahead, place), unit.full_gradients)
             else:
                 # No node of autograd marks the end of it, so the reduction waits for the end of the backward.
                 self._late.append(unit)
+
+    def _for_backward(self, stages: Iterable[Stage]) -> set[int]:
+        return {stage.unit for stage in stages if not self._units[stage.unit].is_lookup}
 
     def _has_gradient_of_inputs(self, place: int) -> bool:
         return any(self._units[stage.unit].is_trainable for stage in self._stages[:place])
@@ -347,7 +362,7 @@ class _Step:
     def _late_reductions(self) -> Iterator[tuple[str, dict[str, int]]]:
         self._late = [*(unit for unit in self._units if unit.is_root), *self._late]
         while self._late:
-            yield self._reduce(self._late[0], self._shared, 0)
+            yield self._reduce(self._late[0], self._gathered((), 0), 0)
             del self._late[0]
 
     def _reduce(self, unit: _Unit, gathered: int, full_gradients: int) -> tuple[str, dict[str, int]]:
@@ -355,6 +370,11 @@ class _Step:
         self._staging = unit.staging
         return f"reduction of {unit.name}", self._parts(gathered, self._activations + full_gradients, unit.staging)
 
-    def _gathered(self, indices: Iterable[int]) -> int:
+    def _gathered(self, indices: Iterable[int], num_stages: int) -> int:
+        """Gather buffers while these units are gathered and the backward has so many stages before it.
+
+        It frees each shared buffer behind its first tenant.
+        """
         always = sum(unit.own for unit in self._units if unit.is_root)
-        return self._shared + always + sum(self._units[i].own for i in set(indices))
+        shared = sum(self._shared[buffer] for buffer, place in self._first_tenant.items() if place < num_stages)
+        return shared + always + sum(self._units[i].own for i in set(indices))

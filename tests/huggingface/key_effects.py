@@ -61,7 +61,7 @@ def reduce_dtype(variables: Variables) -> Any:
 
 
 def gathers(variables: Variables) -> Any:
-    """Gathers in forward and in backward of the second step; there are five units."""
+    """Gathers in forward and in backward of the second step; of the five units the backward of one reads no weights."""
     with session(**variables) as accelerator:
         model = _prepared(accelerator)
         _step(accelerator, model)

@@ -45,9 +45,11 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY * scale, WIDTH)
         self.blocks = nn.ModuleList(Block(hidden * scale) for hidden in HIDDEN)
         self.head = nn.Linear(WIDTH, CLASSES * scale)
+        self.embedded = lambda x: None  # a hook on the embedding itself might read its weight, for all the engine knows
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
+        self.embedded(x)
         for block in self.blocks:
             x = block(x)
         return self.head(x)  # type: ignore[no-any-return]
@@ -124,6 +126,10 @@ class Run:
             if output.requires_grad:
                 output.register_hook(lambda _: timeline.moment(f"backward {name}"))
 
+        if unit is self.model.embedding:
+            timeline.labels["embedding"] = f"forward {name}"
+            self.model.embedded = lambda output: leave(unit, None, output)
+            return
         layer.register_forward_pre_hook(enter)
         (unit.down if isinstance(unit, Block) else unit).register_forward_hook(leave)
 

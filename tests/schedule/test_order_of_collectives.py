@@ -1,12 +1,14 @@
 """Which collectives a step issues, in which order, next to which computation."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
+from torch import nn
 
 from tests.schedule.fake_accelerator import NAME
-from tests.schedule.scenarios import BF16, UNITS, sharded
+from tests.schedule.scenarios import BF16, BLOCKS, UNITS, sharded
 
 REDUCED = [name for name in reversed(UNITS) if name != "embedding"] + ["embedding"]
 
@@ -38,11 +40,12 @@ def check_counts(device, world_size, kept):
         what = f"step {step} on {world_size} ranks, {kept} kept: {moments}"
         assert names(forward, "gather") == UNITS, what
         assert names(forward, "reduce") == [], what
-        assert sorted(names(backward, "gather")) == sorted(set(UNITS) - set(kept)), what
+        once = {*kept, "embedding"}  # the backward of an embedding reads no weights
+        assert sorted(names(backward, "gather")) == sorted(set(UNITS) - once), what
         assert names(backward, "reduce") == REDUCED, what
         # One more for which parameters got a gradient at all.
         assert len(names(moments, "all-reduce")) == 1, what
-        assert len(moments) == len(UNITS) * 4 - len(kept) + len(UNITS) + 2, what
+        assert len(moments) == len(UNITS) * 4 - len(once) + len(UNITS) + 2, what
 
 
 @pytest.mark.parametrize(("device", "world_size"), [("cpu", 2), ("cpu", 8), ("cpu", 1024), (NAME, 8)])
@@ -72,10 +75,11 @@ def check_backward_order():
         for position, name in enumerate(UNITS):
             computes, reduces = backward.index(f"backward {name}"), backward.index(f"reduce {name}")
             assert computes < reduces, backward
-            if position:
+            if position > 1:
                 previous = UNITS[position - 1]
                 assert backward.index(f"gather {previous}") < computes, f"{previous} is not gathered ahead: {backward}"
-                assert reduces < backward.index(f"reduce {previous}"), backward
+            if position:
+                assert reduces < backward.index(f"reduce {UNITS[position - 1]}"), backward
         assert names(backward, "backward") == UNITS[::-1], backward
         assert backward[-1] == "done", backward
 
@@ -92,7 +96,8 @@ def check_ahead_is_bounded():
             for position, name in enumerate(order):
                 gathered = names(phase[: phase.index(f"{verb} {name}")], "gather")
                 assert len(gathered) <= position + 3, f"{verb} {name}: {gathered} are gathered already"
-                assert set(order[: position + 1]) <= set(gathered), f"{verb} {name}: {gathered}"
+                needed = set(order[: position + 1]) - ({"embedding"} if verb == "backward" else set())
+                assert needed <= set(gathered), f"{verb} {name}: {gathered}"
 
 
 def test_no_more_than_two_units_are_gathered_ahead(in_helper):
@@ -125,7 +130,7 @@ def check_prefetch_lists(device):
                 assert gathered == UNITS[: position + 3], f"step {step}, forward {name}: {gathered}"
             ahead = names(backward[: backward.index("backward head")], "gather")
             assert ahead[:2] == ["block3", "block2"], f"step {step}: {backward}"
-            assert sorted(names(backward, "gather")) == sorted(set(UNITS) - {"head"}), f"step {step}: {backward}"
+            assert sorted(names(backward, "gather")) == sorted(BLOCKS), f"step {step}: {backward}"
 
 
 @pytest.mark.parametrize("device", ["cpu", NAME])
@@ -140,7 +145,7 @@ def check_no_sync():
             run.forward_backward()
             moments = run.moments()
             assert names(moments, "reduce") == names(moments, "all-reduce") == [], moments
-            assert len(names(moments, "gather")) == 2 * len(UNITS) - 1, moments
+            assert len(names(moments, "gather")) == len(UNITS) + len(BLOCKS), moments
         run.model.set_requires_gradient_sync(True)
         run.forward_backward()
         assert names(run.moments(), "reduce") == REDUCED
@@ -190,15 +195,49 @@ def test_evaluation_gathers_every_unit_once_and_reduces_nothing(in_helper):
     in_helper(check_evaluation)
 
 
-def check_embedding_not_gathered():
+def check_block_not_gathered():
     with sharded("cpu", kept=()) as run, run.watched():
-        run.model.embedding.set_unshard_in_backward(False)
-        for _ in range(2):
-            run.step()
-            _, backward = split(run.moments())
-            assert "embedding" not in names(backward, "gather"), backward
-            assert "embedding" in names(backward, "reduce"), backward
+        run.model.blocks[1].set_unshard_in_backward(False)
+        run.forward_backward()
+        _, backward = split(run.moments())
+        assert names(backward, "gather") == ["head", "block3", "block2", "block0"], backward
+        assert "block1" in names(backward, "reduce"), backward
 
 
-def test_a_unit_that_does_not_need_its_weights_in_backward_is_not_gathered_there(in_helper):
-    in_helper(check_embedding_not_gathered)
+def test_a_unit_of_which_the_user_says_so_is_not_gathered_for_its_backward(in_helper):
+    in_helper(check_block_not_gathered)
+
+
+def uses_weight(embedding, tokens):
+    """A forward that looks up and computes with the weight."""
+    return nn.functional.embedding(tokens, embedding.weight) * embedding.weight.square().mean()
+
+
+def change_embedding(embedding, change):
+    if change == "hook":
+        embedding.register_forward_hook(lambda module, args, output: output * module.weight.square().mean())
+    elif change == "hook ahead":
+        embedding.register_forward_pre_hook(lambda module, args: None)
+    elif change == "forward":
+        embedding.forward = partial(uses_weight, embedding)
+    elif change == "renormalised":
+        embedding.max_norm = 1.0
+    elif change == "module inside":
+        embedding.inside = nn.Identity()
+
+
+def check_changed_embedding(change):
+    with sharded("cpu", kept=()) as run, run.watched():
+        run.forward_backward()
+        _, backward = split(run.moments())
+        assert "embedding" not in names(backward, "gather"), backward
+        assert "embedding" in names(backward, "reduce"), backward
+        change_embedding(run.model.embedding, change)
+        run.forward_backward()
+        _, backward = split(run.moments())
+        assert "embedding" in names(backward, "gather"), f"its backward may read the weight now: {backward}"
+
+
+@pytest.mark.parametrize("change", ["hook", "hook ahead", "forward", "renormalised", "module inside"])
+def test_an_embedding_is_gathered_for_its_backward_only_if_something_may_read_its_weight(in_helper, change):
+    in_helper(check_changed_embedding, change)

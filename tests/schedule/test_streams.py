@@ -26,8 +26,6 @@ def uses_of(buffer):
 
 def run_steps(num_steps=3, **options):
     with sharded(NAME, **options) as run, run.watched() as timeline:
-        # The backward of an embedding does not read its weight; without the gather for it, every gather has a use.
-        run.model.embedding.set_unshard_in_backward(False)
         for _ in range(num_steps):
             run.step()
         return timeline

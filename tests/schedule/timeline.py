@@ -101,6 +101,8 @@ class Timeline(TorchDispatchMode):
         self.ops: list[Op] = []
         self.moments: list[str] = []
         """What :meth:`moment` was told and the collectives, in the order of issue."""
+        self.labels: dict[str, str] = {}
+        """Moments that are reached with an operator, by its name."""
         self.names: dict[int, str] = {}
         """Names of units by the elements of their gathered buckets."""
         self.memories: list[Memory] = []
@@ -130,8 +132,10 @@ class Timeline(TorchDispatchMode):
         # A DTensor takes the operator apart itself; what it does to its local tensors comes by here again.
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
-        result = func(*args, **kwargs)
         name = func._schema.name.split("::")[1]
+        if name in self.labels:
+            self.moment(self.labels[name])
+        result = func(*args, **kwargs)
         if func.is_view:
             self._alias(args, result)
         elif func.namespace != "prim":  # those ask for a device or a layout

@@ -1,6 +1,7 @@
 """Bytes of live tensors, without an accelerator's allocator to ask."""
 
 import gc
+import time
 import weakref
 from typing import Any
 
@@ -23,6 +24,21 @@ def live_tensor_bytes() -> int:
                 if isinstance(nbytes, int):  # a compiler's fake tensors have symbols, and no memory
                     sizes[storage._cdata] = nbytes
     return sum(sizes.values())
+
+
+def settled_tensor_bytes(expected: int | None) -> int:
+    """As :func:`live_tensor_bytes`; looks again for a second, since gloo's threads hold what they sent a little longer.
+
+    Args:
+        expected: What ends the waiting; None: nothing is waited for but the threads.
+    """
+    time.sleep(0.05)
+    found = live_tensor_bytes()
+    deadline = time.monotonic() + 1.0
+    while expected is not None and found != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+        found = live_tensor_bytes()
+    return found
 
 
 class PeakBytes(TorchDispatchMode):

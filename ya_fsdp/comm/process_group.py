@@ -53,7 +53,8 @@ class ProcessGroupCollectives:
             return None
         if output.is_complex():
             output, piece = torch.view_as_real(output), torch.view_as_real(piece)
-        return _hand_over(self.group._allgather_base(output, piece, self._gather_options[async_op]), async_op)
+        work: Any = self.group._allgather_base(output, piece, self._gather_options[async_op])
+        return work if async_op else _finished(work)
 
     def reduce_scatter(
         self, output: torch.Tensor, staging: torch.Tensor, reduction: Reduction, *, async_op: bool
@@ -69,7 +70,8 @@ class ProcessGroupCollectives:
         key = (reduction.op, async_op)
         if key not in self._reduce_options:
             self._reduce_options[key] = reduce_scatter_options(*key)
-        return _hand_over(self.group._reduce_scatter_base(output, staging, self._reduce_options[key]), async_op)
+        work: Any = self.group._reduce_scatter_base(output, staging, self._reduce_options[key])
+        return work if async_op else _finished(work)
 
     def _add_up_wider(
         self, output: torch.Tensor, staging: torch.Tensor, reduction: Reduction, *, async_op: bool
@@ -99,9 +101,7 @@ class ProcessGroupCollectives:
         return work  # type: ignore[no-any-return]
 
 
-def _hand_over(work: Any, async_op: bool) -> Pending | None:
-    if async_op:
-        return work  # type: ignore[no-any-return]
+def _finished(work: Any) -> Pending | None:
     if work is not None:
         work.wait()
     return None

@@ -26,6 +26,7 @@ class ArrivalWatch:
 
     def __init__(self, complete: Callable[[], None]) -> None:
         self._complete = weakref.WeakMethod(complete)  # the unit owns the watch
+        self.is_counting = False
         self._count = 0
         self._hooks: list[tuple[int, RemovableHandle]] = []
 
@@ -35,6 +36,7 @@ class ArrivalWatch:
         if [watched for watched, _ in self._hooks] == [id(param) for param in params]:
             return
         self.stop()
+        self.is_counting = True
         this = weakref.ref(self)
 
         @untraced
@@ -49,7 +51,7 @@ class ArrivalWatch:
         """Stops watching: the unit's inputs need gradients, which come after its parameters'."""
         for _, handle in self._hooks:
             handle.remove()
-        self._hooks = []
+        self.is_counting, self._hooks = False, []
 
     def _arrive(self) -> None:
         self._count += 1

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from ya_fsdp.runtime.buffer_plan import BufferPlan
-from ya_fsdp.runtime.debug import is_debug, poison
+from ya_fsdp.runtime.debug import DEBUG, poison
 from ya_fsdp.runtime.device import DeviceRuntime, Event
 
 __all__ = ["Buffer", "BufferPool", "Tenant"]
@@ -43,6 +43,9 @@ class Buffer:
         self.is_shared = is_shared
         self._runtime = runtime
         self._bytes: torch.Tensor | None = None
+        self.is_occupied = False
+        """A tenant is in, or was never seen leaving."""
+        self._is_allocated = False
         self._is_lent = False
         """The memory belongs to a communication backend, so it is kept at its size."""
         self._tenant: weakref.ref[Tenant] | None = None
@@ -64,9 +67,10 @@ class Buffer:
         Returns:
             The whole buffer as bytes, and the event behind which it may be written. Shapes: ``[nbytes]``.
         """
-        assert self.tenant is None, f"{tenant.name} was given a buffer that {self.tenant} occupies"
-        self._tenant = weakref.ref(tenant)
-        fresh = self._bytes is None or not self.live_nbytes
+        assert not self.is_occupied or self.tenant is None, f"{tenant.name} was given {self.tenant}'s buffer"
+        self.is_occupied, self._tenant = True, weakref.ref(tenant)
+        fresh = not self._is_allocated
+        self._is_allocated = True
         if self._bytes is None:
             self._bytes = tenant.allocate(self.nbytes)
             self._is_lent = self._bytes is not None
@@ -79,19 +83,20 @@ class Buffer:
 
     def vacate(self) -> None:
         """Takes the memory back from its tenant, behind the work that the current stream has been given."""
-        self._tenant = None
-        if is_debug() and self._bytes is not None:
+        self.is_occupied, self._tenant = False, None
+        if DEBUG.is_on and self._bytes is not None:
             poison(self._bytes.untyped_storage())
             self._vacated = self._runtime.record()
-        elif self.is_shared or self._is_lent:
-            self._vacated = self._runtime.record()
-        else:
+        elif not (self.is_shared or self._is_lent):
             self.free()
+        elif not self._runtime.is_async_host:
+            self._vacated = self._runtime.record()
 
     def free(self) -> None:
         """Returns the memory to the allocator; views of it stay valid for the next time that it is occupied."""
         assert self._tenant is None
-        if self._bytes is not None and not self._is_lent:
+        if self._is_allocated and self._bytes is not None and not self._is_lent:
+            self._is_allocated = False
             self._bytes.untyped_storage().resize_(0)
 
 

@@ -1,13 +1,14 @@
 """What torch.compile needs of the engine: places where it stops, and names without its own part in them."""
 
 from collections.abc import Callable, MutableMapping
+from functools import wraps
 from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from ya_fsdp._torch_compat import compiled_autograd
+from ya_fsdp._torch_compat import compiled_autograd, current_tracer, never_trace
 
 __all__ = ["add_wrapper_names", "plain_name", "refuse_compiled_autograd", "strip_wrapper_names", "untraced"]
 
@@ -21,8 +22,18 @@ _WRAPPER = "_orig_mod."
 
 
 def untraced(function: F) -> F:
-    """Keeps torch.compile out of a function and of all that it calls; a compiled caller goes on behind it."""
-    return cast(F, torch.compiler.disable(function, reason=_REASON))  # type: ignore[no-untyped-call]
+    """Keeps torch.compile out of a function and of all that it calls; a compiled caller goes on behind it.
+
+    Where nothing is being compiled, which is known at once, the function is called without further ado.
+    """
+    disabled: Any = torch.compiler.disable(function, reason=_REASON)  # type: ignore[no-untyped-call]
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if current_tracer() is None else disabled(*args, **kwargs)
+
+    never_trace(call, _REASON)
+    return cast(F, call)
 
 
 def refuse_compiled_autograd() -> None:

@@ -28,14 +28,18 @@ def resolve_missing(groups: Iterable[YaFSDPParamGroup]) -> None:
         groups: All buckets of a root, in the same order on every rank.
     """
     by_mesh: dict[DeviceMesh, list[YaFSDPParamGroup]] = {}
+    seen: dict[int, list[YaFSDPParamGroup]] = {}  # the same lists, found without a hash of the mesh for every group
     for group in groups:
         if group.reducer.has_reduced:
             group.reducer.has_reduced = False
-            by_mesh.setdefault(group.mesh.mesh, []).append(group)
+            mesh = group.mesh.mesh
+            if id(mesh) not in seen:
+                seen[id(mesh)] = by_mesh.setdefault(mesh, [])
+            seen[id(mesh)].append(group)
     for members in by_mesh.values():
-        mesh = members[0].mesh
-        if mesh.num_ranks > 1:
-            _resolve(members, mesh)
+        shard_mesh = members[0].mesh
+        if shard_mesh.num_ranks > 1:
+            _resolve(members, shard_mesh)
         for group in members:
             group.reducer.missing.clear()
 
@@ -43,8 +47,8 @@ def resolve_missing(groups: Iterable[YaFSDPParamGroup]) -> None:
 def _resolve(groups: list[YaFSDPParamGroup], mesh: ShardMesh) -> None:
     numbers = [len(group.params) for group in groups]
     flags = torch.ones(sum(numbers), dtype=torch.int32, device=groups[0].device)
-    is_complete = not any(group.reducer.missing for group in groups)
-    if not is_complete:
+    incomplete = [group for group in groups if group.reducer.missing]
+    if incomplete:
         host = [1] * sum(numbers)
         for offset, group in zip(_offsets(numbers), groups, strict=True):
             for index, _ in group.reducer.missing:
@@ -53,7 +57,7 @@ def _resolve(groups: list[YaFSDPParamGroup], mesh: ShardMesh) -> None:
     axes: list[Collectives] = [mesh.shard] if mesh.replicate is None else [mesh.shard, mesh.replicate]
     for axis in axes:
         axis.all_reduce(flags, _ANY, async_op=False)
-    if is_complete:
+    if not incomplete:
         return
     anywhere = flags.tolist()
     for offset, group in zip(_offsets(numbers), groups, strict=True):

@@ -11,7 +11,7 @@ import torch
 
 from ya_fsdp._common import TrainingState
 
-__all__ = ["check_transition", "is_debug", "poison", "set_debug"]
+__all__ = ["DEBUG", "check_transition", "poison", "set_debug"]
 
 _F, _PRE, _POST, _IDLE = (
     TrainingState.FORWARD,
@@ -25,17 +25,24 @@ _ALLOWED = {
     _PRE: {_POST, _PRE, _IDLE},
     _POST: {_IDLE, _PRE, _POST, _F},  # the backward of another forward, or the recomputation of one
 }
-_switch = {"on": os.environ.get("YA_FSDP_DEBUG", "").lower() in ("1", "true", "yes")}
+
+
+class _Switch:
+    """An attribute, not a function, since every unit looks at it several times per step."""
+
+    __slots__ = ("is_on",)
+
+    def __init__(self) -> None:
+        self.is_on = os.environ.get("YA_FSDP_DEBUG", "").lower() in ("1", "true", "yes")
+
+
+DEBUG = _Switch()
+"""Whether the debug switch is on."""
 
 
 def set_debug(enabled: bool) -> None:
     """Turns the debug switch on or off, for all models of the process; best between steps."""
-    _switch["on"] = bool(enabled)
-
-
-def is_debug() -> bool:
-    """Whether the debug switch is on."""
-    return _switch["on"]
+    DEBUG.is_on = bool(enabled)
 
 
 def poison(storage: torch.UntypedStorage) -> None:

@@ -6,12 +6,15 @@ no ``record_stream`` and returns to the allocator in order. On CPU there are no 
 asynchronously and are waited for through their work handles.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
-__all__ = ["DeviceRuntime", "Event"]
+from ya_fsdp.comm import Pending
+
+__all__ = ["DeviceRuntime", "Event", "InFlight"]
 
 
 class Event(Protocol):
@@ -19,6 +22,30 @@ class Event(Protocol):
 
     def wait(self, stream: Any = None) -> object:
         """Makes a stream wait until the point is reached."""
+
+
+class InFlight:
+    """A collective on a side stream (accelerator) or in the background (CPU), and what it must keep alive."""
+
+    __slots__ = ("_done", "_keep", "_runtime", "_work")
+
+    def __init__(
+        self, runtime: "DeviceRuntime", work: Pending | None, done: Event | None, keep: tuple[torch.Tensor, ...]
+    ) -> None:
+        self._runtime = runtime
+        self._work = work
+        self._done = done
+        self._keep = keep
+
+    def wait(self) -> None:
+        """Lets the current stream (accelerator) or the host (CPU) go on only behind the collective."""
+        if self._done is not None:
+            self._runtime.wait(self._done)
+        elif self._work is not None:
+            self._work.wait()
+            self._work = None
+        # What the collective reads came from the compute stream, which is behind the collective from here on.
+        self._keep = ()
 
 
 class DeviceRuntime:
@@ -58,3 +85,22 @@ class DeviceRuntime:
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Issues work on ``stream`` while the context is open."""
         return nullcontext() if self.is_async_host else self._module.stream(stream)
+
+    def issue(
+        self, stream: Any, behind: Event | None, start: Callable[[], Pending | None], *keep: torch.Tensor
+    ) -> Pending:
+        """Starts a collective.
+
+        Args:
+            stream: Where, on an accelerator.
+            behind: Event that it must not run ahead of.
+            start: Starts it.
+            keep: What has to live until it is through.
+        """
+        if self.is_async_host:
+            work = start()
+            return work if work is not None and not keep else InFlight(self, work, None, keep)
+        with self._module.stream(stream):
+            self.wait(behind)
+            start()
+            return InFlight(self, None, self.record(), keep)

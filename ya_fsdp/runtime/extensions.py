@@ -19,7 +19,6 @@ from ya_fsdp.layout import FlatLayout, ParamSpan, ParamSpec
 from ya_fsdp.layout.planner import round_up
 from ya_fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, ResolvedDtypes
 from ya_fsdp.ragged import data_of, with_data
-from ya_fsdp.runtime.comm_context import InFlight
 from ya_fsdp.runtime.mesh import ShardMesh
 from ya_fsdp.runtime.param import GATHER_HOOKS, ParamSwitch, YaFSDPParam
 from ya_fsdp.runtime.param_group import YaFSDPParamGroup, allocate_shard
@@ -124,20 +123,21 @@ class ExtensionGroup(YaFSDPParamGroup):
     def _param(self) -> YaFSDPParam:
         return self.params[0]
 
-    def _start_gather(self) -> InFlight:
-        runtime, ranks = self._context.runtime, self.mesh.shard
+    def _start_gather(self) -> Pending:
+        runtime, ranks = self._comm.runtime, self.mesh.shard
         with runtime.on(runtime.gather_stream), torch.no_grad():
             pieces = self._param.set_all_gather_input(self._rows(), self.mesh.shard_axis, self._policy)
         self._fit_buffer(pieces)
         _, free = self._occupy()
-        with runtime.on(runtime.gather_stream):
-            runtime.wait(free)
+
+        def start() -> Pending:
             works = [
                 ranks.all_gather(output.view(torch.uint8), as_bytes(piece), async_op=runtime.is_async_host)
                 for output, piece in zip(self._outputs, pieces, strict=True)
             ]
-            pending = _All([work for work in works if work is not None])
-            return InFlight(pending, runtime.record(), runtime, *pieces)
+            return _All([work for work in works if work is not None])
+
+        return runtime.issue(runtime.gather_stream, free, start, *pieces)
 
     def _end_gather(self) -> None:
         mine, num_rows = self._row_shape(), self._param.shape[:1].numel()
@@ -202,7 +202,7 @@ class ExtensionGroup(YaFSDPParamGroup):
             world_size = self.mesh.shard.world_size
             lengths = [round_up(world_size * as_bytes(piece).numel(), _ALIGNMENT) for piece in pieces]
             self._sizes, self._nbytes = sizes, max(sum(lengths), 1)
-            self._home = self._context.pool.own(self._nbytes)
+            self._home = self._comm.pool.own(self._nbytes)
             self._places = [(p.dtype, n, p.numel() * world_size) for p, n in zip(pieces, lengths, strict=True)]
         if sizes != self._sizes:
             raise RuntimeError(

@@ -4,15 +4,18 @@ from collections.abc import Sequence
 
 import torch
 
+from ya_fsdp._torch_compat import flatten_dense
 from ya_fsdp.layout import FlatLayout, Partition
 from ya_fsdp.layout.columns import Block, ColumnChunk, column_chunks, param_blocks
 
 __all__ = ["GradientStager", "member_views"]
 
 
-def member_views(flat: torch.Tensor, cuts: Partition) -> list[torch.Tensor]:
+def member_views(flat: torch.Tensor, cuts: Partition) -> Sequence[torch.Tensor]:
     """The members' pieces of a flat tensor. Shapes: ``[numel]`` each."""
     parts = flat.split_with_sizes(cuts.sizes)
+    if all(cuts.is_member):
+        return parts
     return [part for part, is_member in zip(parts, cuts.is_member, strict=True) if is_member]
 
 
@@ -26,13 +29,30 @@ class GradientStager:
 
     def __init__(self, layout: FlatLayout, max_numel: int) -> None:
         self.chunks = column_chunks(layout, max_numel)
+        self._world_size = layout.world_size
         self._partition = layout.partition
-        gaps = [not is_member for is_member in self._partition.is_member]
-        # Pieces of padding; more than one if there is padding anywhere but at the end.
-        self._num_padded = 0 if not any(gaps) else 1 if gaps.index(True) == len(gaps) - 1 else 2
+        is_member = self._partition.is_member
+        self._has_gaps = not all(is_member[:-1])
+        self._end = torch.zeros(0 if all(is_member) else self._partition.sizes[-1])
+        """Padding behind the last parameter."""
         self._blocks: list[list[tuple[int, Block]]] = []
         if len(self.chunks) > 1:
             self._blocks = [_chunk_blocks(layout, chunk) for chunk in self.chunks]
+
+    def stage(
+        self, chunk: int, grads: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """The input of the reduction of one chunk; see :meth:`fill`. Shapes: ``[world_size * chunk width]``."""
+        if grads and len(self.chunks) == 1 and not self._has_gaps and _all_have(grads, dtype):
+            # The common case where nothing is cast, which one operator does without a view for each gradient.
+            if self._end.numel():
+                self._end = self._end.to(device, dtype)
+                grads = [*grads, self._end]
+            flat: torch.Tensor = flatten_dense(grads)
+            return flat
+        staging = torch.empty(self._world_size * self.chunks[chunk].width, dtype=dtype, device=device)
+        self.fill(staging, chunk, grads)
+        return staging
 
     def fill(self, staging: torch.Tensor, chunk: int, grads: Sequence[torch.Tensor | None]) -> None:
         """Fills the staging tensor of one chunk; a missing gradient becomes zeros, and so does padding.
@@ -48,16 +68,9 @@ class GradientStager:
             self._fill_columns(staging, chunk, grads)
 
     def _fill_whole(self, staging: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> None:
-        parts = staging.split_with_sizes(self._partition.sizes)
-        if grads and self._num_padded <= 1 and not any(grad is None for grad in grads):
-            # The common case: no gradient is missing, and padding, if there is any, lies at the end.
-            torch._foreach_copy_(parts[: len(grads)], [grad.reshape(-1) for grad in grads])  # type: ignore[union-attr]
-            if self._num_padded:
-                torch._foreach_zero_(parts[-1:])
-            return
         targets, sources, zeros = [], [], []
-        cuts, remaining = self._partition, iter(grads)
-        for part, is_param in zip(parts, cuts.is_member, strict=True):
+        parts, remaining = staging.split_with_sizes(self._partition.sizes), iter(grads)
+        for part, is_param in zip(parts, self._partition.is_member, strict=True):
             grad = next(remaining) if is_param else None
             if grad is None:
                 zeros.append(part)
@@ -90,6 +103,13 @@ class GradientStager:
             sources.append(flat.as_strided(size, (block.param_stride, 1), offset))
         if targets:
             torch._foreach_copy_(targets, sources)
+
+
+def _all_have(grads: Sequence[torch.Tensor | None], dtype: torch.dtype) -> bool:
+    for grad in grads:  # noqa: SIM110  a generator would take as many calls as there are gradients
+        if grad is None or grad.dtype != dtype:
+            return False
+    return True
 
 
 def _chunk_blocks(layout: FlatLayout, chunk: ColumnChunk) -> list[tuple[int, Block]]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ya_fsdp._torch_compat import tree_flatten, tree_unflatten
+from ya_fsdp._torch_compat import apply_function, tree_flatten, tree_unflatten
 from ya_fsdp.runtime.compiler import untraced
 from ya_fsdp.runtime.settings import UnitPhase
 
@@ -19,7 +19,6 @@ __all__ = [
     "RegisterPostBackwardFunction",
     "UnitHooks",
     "on_gradient",
-    "watch_gradients",
     "watch_inputs",
     "watch_outputs",
 ]
@@ -48,9 +47,12 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # noqa: D102
-        with torch.no_grad():
+        if torch.is_grad_enabled():  # create_graph=True
+            with torch.no_grad():
+                ctx.param_group.post_backward()
+            _watch_recorded(grads, ctx.unit)
+        else:
             ctx.param_group.post_backward()
-        _watch_recorded(grads, ctx.unit)
         return (None, *grads)
 
 
@@ -62,55 +64,67 @@ def watch_inputs(
     Returns:
         The arguments with those tensors replaced, and whether there was one.
     """
-    flat, rebuild = _flatten(args, kwargs)
-    places = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor) and value.requires_grad]
+    values, spec = [*args, *kwargs.values()], None
+    places, tensors, has_containers = _with_gradients(values)
+    if has_containers:
+        values, spec = tree_flatten((args, kwargs))
+        places, tensors, _ = _with_gradients(values)
     if not places:
         return args, kwargs, False
-    wrapped: Any = RegisterPostBackwardFunction.apply(  # type: ignore[no-untyped-call]
-        param_group, *(flat[i] for i in places)
-    )
-    for place, tensor in zip(places, wrapped, strict=True):
-        flat[place] = tensor
-    args, kwargs = rebuild(flat)
-    return args, kwargs, True
+    tensors = apply_function(RegisterPostBackwardFunction, param_group, *tensors)
+    for place, tensor in zip(places, tensors, strict=True):
+        values[place] = tensor
+    if spec is not None:
+        args, kwargs = tree_unflatten(values, spec)
+        return args, kwargs, True
+    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True)), True
 
 
-def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Flattens arguments; the common case of tensors and plain values at the top level avoids the pytree walk."""
-    values = [*args, *kwargs.values()]
-    if all(isinstance(value, (torch.Tensor, *_PLAIN)) for value in values):
-        num_args = len(args)
-        return values, lambda flat: (tuple(flat[:num_args]), dict(zip(kwargs, flat[num_args:], strict=True)))
-    flat, spec = tree_flatten((args, kwargs))
-    return flat, lambda leaves: tree_unflatten(leaves, spec)
+def _with_gradients(values: list[Any]) -> tuple[list[int], list[torch.Tensor], bool]:
+    """Places of the tensors that require gradients, these, and whether anything may hold further tensors."""
+    places, tensors, has_containers = [], [], False
+    for place, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                places.append(place)
+                tensors.append(value)
+        elif not isinstance(value, _PLAIN):
+            has_containers = True
+    return places, tensors, has_containers
 
 
-def watch_gradients(output: Any, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
-    """Calls ``hook`` with the gradient of each tensor in a forward's output, in whatever containers or dataclasses.
+def watch_outputs(output: Any, enter: Callable[[], None], unit: UnitPhase | None = None) -> bool:
+    """Calls ``enter`` when a backward reaches a tensor of a forward's output, in whatever containers or dataclasses.
+
+    Args:
+        output: The output.
+        enter: What to call.
+        unit: Whose forward it was, if gradients of gradients are to be seen to.
 
     Returns:
-        Whether there is one that has a gradient.
+        Whether a backward can reach it.
     """
+    hook = partial(_on_gradient_of_output, enter, unit)
     found = False
-    for value in _tensors_in(output):
+    for value in (output,) if isinstance(output, torch.Tensor) else _tensors_in(output):
         if value.requires_grad:
             found = True
             value.register_hook(hook)  # type: ignore[no-untyped-call]
     return found
 
 
-def watch_outputs(output: Any, enter: Callable[[], None], unit: UnitPhase) -> bool:
-    """Calls ``enter`` when a backward reaches a tensor of the output of a unit's forward; says whether one can."""
-    return watch_gradients(output, partial(_on_gradient_of_output, enter, unit))
-
-
 @untraced
-def _on_gradient_of_output(enter: Callable[[], None], unit: UnitPhase, grad: torch.Tensor) -> torch.Tensor | None:
+def _on_gradient_of_output(
+    enter: Callable[[], None], unit: UnitPhase | None, grad: torch.Tensor
+) -> torch.Tensor | None:
+    if not torch.is_grad_enabled():
+        enter()
+        return None
     with torch.no_grad():
         enter()
-    if torch.is_grad_enabled() and grad.requires_grad:
-        return cast(torch.Tensor, GradientBorder.apply(unit, grad))  # type: ignore[no-untyped-call]
-    return None
+    if unit is None or not grad.requires_grad:
+        return None
+    return cast(torch.Tensor, GradientBorder.apply(unit, grad))  # type: ignore[no-untyped-call]
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -14,7 +14,7 @@ from ya_fsdp._torch_compat import DTensor, make_wrapper, preserve_versions
 from ya_fsdp.layout import ParamSpan
 from ya_fsdp.policy import MixedPrecisionPolicy
 from ya_fsdp.ragged import RaggedShardDTensor
-from ya_fsdp.runtime.debug import is_debug, poison
+from ya_fsdp.runtime.debug import DEBUG, poison
 
 __all__ = ["GATHER_HOOKS", "ExtensionsData", "ParamSite", "ParamSwitch", "YaFSDPParam", "local_part"]
 
@@ -206,7 +206,7 @@ class YaFSDPParam:
             storage = inner.untyped_storage()
             if storage._cdata in known:
                 continue
-            if is_debug():
+            if DEBUG.is_on:
                 poison(storage)
             else:
                 storage.resize_(0)
@@ -256,6 +256,7 @@ class ParamSwitch:
         self._plain = plain
         self._others = others
         self._pairs = pairs
+        self._num_switches = -1
 
     def to_sharded(self) -> None:
         """Shows the sharded parameters."""
@@ -271,11 +272,13 @@ class ParamSwitch:
             RuntimeError: If somebody else replaced a sharded parameter, whose values would be lost.
         """
         # In the backward too: adapters that were off in between (a reference's forward) wanted none then.
-        for sharded, full in self._pairs:
-            if full.requires_grad != sharded.requires_grad:
-                full.requires_grad_(sharded.requires_grad)
+        if self._num_switches != RaggedShardDTensor.num_switches:
+            self._num_switches = RaggedShardDTensor.num_switches
+            for sharded, full in self._pairs:
+                if full.requires_grad != sharded.requires_grad:
+                    full.requires_grad_(sharded.requires_grad)
         for parameters, name, sharded, full, full_name in self._plain:
-            current = parameters.get(name)
+            current = parameters[name] if name in parameters else None  # noqa: SIM401  a call less than get()
             if current is not sharded and current is not full:
                 raise _replaced(full_name, current)
             parameters[name] = full

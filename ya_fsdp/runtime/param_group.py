@@ -7,6 +7,7 @@ gradient shard of which every parameter's ``.grad`` is a view.
 
 import logging
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from torch import nn
 
 from ya_fsdp._common import ShardedState, TrainingState
 from ya_fsdp._torch_compat import will_accumulate
-from ya_fsdp.comm import Collectives
+from ya_fsdp.comm import Collectives, Pending
 from ya_fsdp.layout import FlatLayout
 from ya_fsdp.policy import CPUOffloadPolicy, OffloadPolicy, ResolvedDtypes
 from ya_fsdp.runtime.buffers import Buffer
-from ya_fsdp.runtime.comm_context import InFlight, YaFSDPCommContext
-from ya_fsdp.runtime.debug import is_debug
+from ya_fsdp.runtime.comm_context import YaFSDPCommContext
+from ya_fsdp.runtime.debug import DEBUG
+from ya_fsdp.runtime.device import Event
 from ya_fsdp.runtime.gradients import member_views
 from ya_fsdp.runtime.hooks import watch_inputs
 from ya_fsdp.runtime.mesh import ShardMesh
@@ -54,6 +56,9 @@ class YaFSDPParamGroup:
         phase: The unit's place in its step.
     """
 
+    _comm: YaFSDPCommContext
+    """Comes with the root; see :meth:`attach`."""
+
     def __init__(
         self,
         kind: Hashable,
@@ -86,14 +91,14 @@ class YaFSDPParamGroup:
         """Gathered only to save the next gather: between forward and backward, or from a backward on."""
         self._kept_versions: list[int] = []
         self.reducer = GradientReducer(params, layout, mesh, settings)
-        self._comm: YaFSDPCommContext | None = None
         self._buffer: Buffer | None = None
         self._home: Buffer | None = None
+        self._frees_buffer = False
         self._wire: torch.Tensor | None = None
         self._neighbours_piece: torch.Tensor | None = None
         """Kept between forward and backward where a smaller group of ranks holds the bucket together."""
         self._switch: ParamSwitch | None = None
-        self._gather: InFlight | None = None
+        self._gather: Pending | None = None
 
     @property
     def name(self) -> str:
@@ -125,11 +130,19 @@ class YaFSDPParamGroup:
         """Gather buffers that the bucket uses."""
         return [buffer for buffer in (self._home, self._buffer) if buffer is not None]
 
-    def attach(self, comm: YaFSDPCommContext, home: Buffer) -> None:
-        """Joins a root: what to communicate through and where to gather to."""
+    def attach(self, comm: YaFSDPCommContext, home: Buffer, *, is_first_tenant: bool) -> None:
+        """Joins a root.
+
+        Args:
+            comm: What to communicate through.
+            home: Where to gather to.
+            is_first_tenant: No other bucket is gathered there before this one in a forward, or after it in a backward.
+        """
         assert self.sharded_state is ShardedState.SHARDED
         self._comm = comm
         self._home = home
+        # On CPU, where fresh memory is paid for page by page, it is worth more to keep it.
+        self._frees_buffer = is_first_tenant and not comm.runtime.is_async_host
 
     def check_materialised(self) -> None:
         """Raises RuntimeError if the parameters are still on the meta device."""
@@ -143,7 +156,7 @@ class YaFSDPParamGroup:
 
     def can_gather(self) -> bool:
         """Whether the bucket's buffer is free, so that a prefetch does not get in anybody's way."""
-        return self._home is not None and self._home.tenant is None
+        return self._home is not None and not self._home.is_occupied
 
     def gather(self) -> None:
         """Starts the all-gather into the bucket's buffer; does nothing if that has happened already."""
@@ -152,20 +165,20 @@ class YaFSDPParamGroup:
             self._gather = self._start_gather()
             self.sharded_state = ShardedState.GATHERING
 
-    def _start_gather(self) -> InFlight:
+    def _start_gather(self) -> Pending:
         wire, free = self._occupy()
-        source, ranks, runtime = self.shard, self.mesh.shard, self._context.runtime
+        runtime = self._comm.runtime
+        return runtime.issue(runtime.gather_stream, free, partial(self._send, wire, async_op=runtime.is_async_host))
+
+    def _send(self, wire: torch.Tensor, *, async_op: bool) -> Pending | None:
+        piece, ranks = self.shard, self.mesh.shard
         if self._neighbours_piece is not None:
-            source, ranks = self._neighbours_piece, self._neighbours()
-        with runtime.on(runtime.gather_stream):
-            runtime.wait(free)
-            piece = source
-            if wire.dtype != source.dtype or wire.device != source.device:
-                # The cast is written where the gather wants this rank's piece: no copy of the shard outlives it.
-                piece = wire[ranks.rank * source.numel() : (ranks.rank + 1) * source.numel()]
-                piece.copy_(source, non_blocking=True)
-            work = ranks.all_gather(wire, piece, async_op=runtime.is_async_host)
-            return InFlight(work, runtime.record(), runtime)
+            piece, ranks = self._neighbours_piece, self._neighbours()
+        if wire.dtype != piece.dtype or wire.device != piece.device:
+            # The cast is written where the gather wants this rank's piece: no copy of the shard outlives it.
+            master, piece = piece, wire[ranks.rank * piece.numel() : (ranks.rank + 1) * piece.numel()]
+            piece.copy_(master, non_blocking=True)
+        return ranks.all_gather(wire, piece, async_op=async_op)
 
     def wait_for_gather(self) -> None:
         """Waits for the gather and shows the unsharded parameters in the modules."""
@@ -178,7 +191,7 @@ class YaFSDPParamGroup:
         assert self._switch is not None
         self._switch.to_unsharded()
         self.sharded_state = ShardedState.UNSHARDED
-        if is_debug():
+        if DEBUG.is_on:
             self._check_unsharded()
 
     def _end_gather(self) -> None:
@@ -235,7 +248,7 @@ class YaFSDPParamGroup:
                 an operator wrote to a shard since.
         """
         self._neighbours_piece = None
-        if not self.open_forwards:
+        if not self.open_forwards and self.reducer.has_gradients():
             self.refuse_stray_gradients()
         if self.is_kept and (from_forward or self._versions() != self._kept_versions):
             self.reshard()
@@ -253,29 +266,30 @@ class YaFSDPParamGroup:
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
         """Memory that the bucket's collectives want to gather into; see ``Collectives.allocate``."""
-        return self.mesh.shard.allocate(nbytes, self._context.runtime.device)
+        return self.mesh.shard.allocate(nbytes, self._comm.runtime.device)
 
     def _versions(self) -> list[int]:
         return [param.sharded_param._version for param in self.params]
 
-    def _occupy(self) -> tuple[torch.Tensor, Any]:
+    def _occupy(self) -> tuple[torch.Tensor, Event | None]:
         """Enters the buffer; moves to one of the bucket's own if the planned one is taken."""
         assert self._home is not None
         buffer = self._home
-        if buffer.tenant is not None and not buffer.tenant.yield_buffer():
+        tenant = buffer.tenant if buffer.is_occupied else None
+        if tenant is not None and not tenant.yield_buffer():
             if self.phase.has_pending_graph():
                 raise RuntimeError(
-                    f"{self.name} and {buffer.tenant.name} need the same gather buffer at the same time, and the first "
+                    f"{self.name} and {tenant.name} need the same gather buffer at the same time, and the first "
                     f"has a forward whose backward is pending, so it cannot move. Reshard one of the two units, or "
                     f"call set_reshard_after_forward(False) on one of them before the first forward."
                 )
             _log.warning(
                 "%s and %s are gathered at the same time: the first gets a gather buffer of its own (%d bytes)",
                 self.name,
-                buffer.tenant.name,
+                tenant.name,
                 self.gathered_nbytes,
             )
-            buffer = self._home = self._context.pool.own(self.gathered_nbytes)
+            buffer = self._home = self._comm.pool.own(self.gathered_nbytes)
         flat, free = buffer.occupy(self)
         if buffer is not self._buffer:
             self._bind(flat)
@@ -313,10 +327,12 @@ class YaFSDPParamGroup:
             raise self._stray_gradient()
         self.phase.move_to(TrainingState.POST_BACKWARD)
         self.open_forwards = max(0, self.open_forwards - 1)
-        if self.settings.reshard_after_backward:
-            self.reshard()
-        else:
+        if not self.settings.reshard_after_backward:
             self.keep()
+        else:
+            self.reshard()
+            if self._frees_buffer and self._home is not None and not (self._home.is_occupied or DEBUG.is_on):
+                self._home.free()  # the backward has left its last tenant
         if not self.open_forwards:
             self._neighbours_piece = None
             self.reduce_gradients()
@@ -324,7 +340,7 @@ class YaFSDPParamGroup:
     def reduce_gradients(self) -> None:
         """Reduces the gradients that autograd left, or keeps them while synchronisation is off."""
         if self.reducer.has_gradients() or any(will_accumulate(param) for param in self.trainable_unsharded()):
-            self.reducer.reduce(self._context, self.dtypes, self.device, self.shard)
+            self.reducer.reduce(self._comm, self.dtypes, self.device, self.shard)
 
     def refuse_stray_gradients(self) -> None:
         """Raises RuntimeError if a parameter got a gradient in a backward that passed the unit's outputs by."""
@@ -395,8 +411,3 @@ class YaFSDPParamGroup:
         if not self.is_offloaded:
             self.device = shard.device
         self._buffer = None  # the unsharded parameters are rebuilt at the next gather
-
-    @property
-    def _context(self) -> YaFSDPCommContext:
-        assert self._comm is not None, f"{self.name} has not joined a root yet"
-        return self._comm

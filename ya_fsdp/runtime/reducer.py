@@ -1,16 +1,17 @@
 """``GradientReducer``: from the gradients that autograd left to the gradients of a bucket's sharded parameters."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from ya_fsdp._torch_compat import AsyncCollectiveTensor, DTensor, new_dtensor
-from ya_fsdp.comm import Reduction, plan_reduction
+from ya_fsdp.comm import Pending, Reduction, plan_reduction
 from ya_fsdp.layout import FlatLayout
 from ya_fsdp.policy import ResolvedDtypes
 from ya_fsdp.ragged import RaggedShardDTensor
-from ya_fsdp.runtime.comm_context import InFlight, YaFSDPCommContext
+from ya_fsdp.runtime.comm_context import YaFSDPCommContext
 from ya_fsdp.runtime.gradients import GradientStager, member_views
 from ya_fsdp.runtime.mesh import ShardMesh
 from ya_fsdp.runtime.param import YaFSDPParam
@@ -18,7 +19,7 @@ from ya_fsdp.runtime.settings import UnitSettings
 
 __all__ = ["MAX_STAGING_BYTES", "GradientReducer"]
 
-MAX_STAGING_BYTES = 256 * 2**20
+MAX_STAGING_BYTES = 192 * 2**20
 """A bucket whose reduction input is larger is reduced in column chunks of half this size, two in flight."""
 
 
@@ -93,7 +94,10 @@ class GradientReducer:
 
     def has_gradients(self) -> bool:
         """Whether autograd left a gradient that has been neither reduced nor kept."""
-        return any(p.unsharded_param is not None and p.unsharded_param.grad is not None for p in self._params)
+        for param in self._params:  # a loop, since a generator would take as many calls as there are parameters
+            if param.unsharded_param is not None and param.unsharded_param.grad is not None:
+                return True
+        return False
 
     def assign_missing(self, index: int, view: torch.Tensor) -> None:
         """Gives a parameter without a gradient of its own the average of the other ranks'."""
@@ -113,7 +117,7 @@ class GradientReducer:
         self.missing.clear()
         self.has_reduced = False
 
-    def local_views(self, shard: torch.Tensor) -> list[torch.Tensor]:
+    def local_views(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         """The parameters' parts of a flat shard. Shapes: ``[local numel]`` each."""
         return member_views(shard, self._local_partition)
 
@@ -155,31 +159,29 @@ class GradientReducer:
         output: torch.Tensor,
         reduction: Reduction,
         dtype: torch.dtype,
-    ) -> list[InFlight]:
+    ) -> list[Pending]:
         accumulated, self._accumulated = self._accumulated, None
         if accumulated is not None:
             if reduction.pre_scale != 1.0:
                 accumulated.mul_(reduction.pre_scale)
             return [comm.reduce_scatter(self._mesh.shard, output, accumulated.to(dtype), reduction)]
-        flights: list[InFlight] = []
-        stager = self._stager(dtype)
+        flights: list[Pending] = []
+        stager = self._stagers.get(dtype) or self._new_stager(dtype)
         for index, chunk in enumerate(stager.chunks):
             if index > 1:
                 flights[index - 2].wait()  # two staging tensors at a time
-            staging = torch.empty(self._layout.world_size * chunk.width, dtype=dtype, device=output.device)
-            stager.fill(staging, index, grads)
+            staging = stager.stage(index, grads, dtype, output.device)
             if reduction.pre_scale != 1.0:
                 staging.mul_(reduction.pre_scale)
             part = output[chunk.first : chunk.stop]
             flights.append(comm.reduce_scatter(self._mesh.shard, part, staging, reduction))
         return flights
 
-    def _stager(self, dtype: torch.dtype) -> GradientStager:
-        if dtype not in self._stagers:
-            max_numel = MAX_STAGING_BYTES // dtype.itemsize
-            if self._layout.padded_numel > max_numel:
-                max_numel //= 2
-            self._stagers = {dtype: GradientStager(self._layout, max_numel)}
+    def _new_stager(self, dtype: torch.dtype) -> GradientStager:
+        max_numel = MAX_STAGING_BYTES // dtype.itemsize
+        if self._layout.padded_numel > max_numel:
+            max_numel //= 2
+        self._stagers = {dtype: GradientStager(self._layout, max_numel)}
         return self._stagers[dtype]
 
     def _plan(self, dtype: torch.dtype) -> Reduction:
@@ -195,7 +197,7 @@ class GradientReducer:
     def _finish(
         self,
         comm: YaFSDPCommContext,
-        flights: list[InFlight],
+        flights: list[Pending],
         output: torch.Tensor,
         result: torch.Tensor,
         reduction: Reduction,
@@ -249,23 +251,19 @@ class GradientReducer:
         self._assign(result, contributed)
 
     def _assign(self, flat: torch.Tensor, contributed: list[bool]) -> None:
-        if all(contributed) and all(param.sharded_param.grad is None for param in self._params):
-            # The common case, for every parameter of every step: as few calls as can be.
-            wrap = new_dtensor
-            for param, view in zip(self._params, self.local_views(flat), strict=True):
-                sharded = param.sharded_param
-                sharded.grad = wrap(RaggedShardDTensor, view, sharded._spec, requires_grad=False)  # type: ignore[attr-defined]
-            return
         sums: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for index, (param, view) in enumerate(zip(self._params, self.local_views(flat), strict=True)):
-            sharded = param.sharded_param
+        wrap = new_dtensor
+        for index, view in enumerate(member_views(flat, self._local_partition)):
+            sharded: Any = self._params[index].sharded_param
             if not contributed[index]:
                 if sharded.requires_grad:
                     self.missing.append((index, view))
-            elif sharded.grad is None:
-                sharded.grad = RaggedShardDTensor.wrap(view, sharded._spec)  # type: ignore[attr-defined]
+                continue
+            before = sharded.grad
+            if before is None:
+                sharded.grad = wrap(RaggedShardDTensor, view, sharded._spec, requires_grad=False)
             else:
-                sums[0].append(sharded.grad._local_tensor)  # type: ignore[attr-defined]
+                sums[0].append(before._local_tensor)
                 sums[1].append(view)
         if sums[0]:
             torch._foreach_add_(*sums)

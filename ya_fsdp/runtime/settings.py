@@ -1,11 +1,11 @@
 """What may change on a unit: the user's switches, and its place in the step."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ya_fsdp._common import TrainingState
-from ya_fsdp.runtime.debug import check_transition, is_debug
+from ya_fsdp.runtime.debug import DEBUG, check_transition
 
 __all__ = ["ForwardGraph", "UnitPhase", "UnitSettings"]
 
@@ -35,10 +35,10 @@ class ForwardGraph:
 
     __slots__ = ("__weakref__", "has_run", "left_open")
 
-    def __init__(self) -> None:
+    def __init__(self, left_open: Sequence[Callable[[], None]]) -> None:
         self.has_run = False
         """A backward has reached the graph."""
-        self.left_open: list[Callable[[], None]] = []
+        self.left_open = left_open
         """Gathers the units below whose weights may be in the graph without a hook of theirs in front of them."""
 
 
@@ -57,22 +57,20 @@ class UnitPhase:
 
     def move_to(self, state: TrainingState) -> None:
         """Enters another state."""
-        if is_debug():
+        if DEBUG.is_on:
             check_transition(self.name, self.training_state, state)
         self.training_state = state
 
-    def open_graph(self) -> ForwardGraph:
-        """Notes a forward whose graph points into the unit's gather buffer."""
-        graph = ForwardGraph()
-        self._graphs = [ref for ref in self._graphs if _is_pending(ref)]
-        self._graphs.append(weakref.ref(graph))
+    def open_graph(self, left_open: Sequence[Callable[[], None]] = ()) -> ForwardGraph:
+        """Notes a forward whose graph points into the unit's gather buffer.
+
+        Args:
+            left_open: See :class:`ForwardGraph`.
+        """
+        graph = ForwardGraph(left_open)
+        self._graphs.append(weakref.ref(graph, self._graphs.remove))
         return graph
 
     def has_pending_graph(self) -> bool:
         """Whether a backward may still want the parameters at the address that they were gathered to."""
-        return any(_is_pending(ref) for ref in self._graphs)
-
-
-def _is_pending(ref: weakref.ref[ForwardGraph]) -> bool:
-    graph = ref()
-    return graph is not None and not graph.has_run
+        return any((graph := ref()) is not None and not graph.has_run for ref in self._graphs)

@@ -23,7 +23,9 @@ from ya_fsdp.runtime.compiler import refuse_compiled_autograd, untraced
 from ya_fsdp.runtime.contributions import resolve_missing
 from ya_fsdp.runtime.device import DeviceRuntime
 from ya_fsdp.runtime.hooks import UnitHooks, watch_outputs
+from ya_fsdp.runtime.lookup import is_lookup
 from ya_fsdp.runtime.param_group import YaFSDPParamGroup
+from ya_fsdp.runtime.prefetch import Prefetch
 from ya_fsdp.runtime.settings import ForwardGraph, UnitPhase, UnitSettings
 from ya_fsdp.runtime.state_context import YaFSDPStateContext
 from ya_fsdp.runtime.tree import units_below
@@ -52,6 +54,9 @@ class YaFSDPState(_State):
         reshard_by_default: bool,
     ) -> None:
         self.modules = [weakref.ref(module) for module in modules]
+        self.has_parts = len(modules) > 1
+        """The unit is of several modules, of which a forward may leave some out."""
+        self._is_embedding = len(modules) == 1 and isinstance(modules[0], nn.Embedding)
         self.policy = policy
         self.device = device
         self.settings = settings
@@ -59,8 +64,7 @@ class YaFSDPState(_State):
         self.phase = UnitPhase(enter_backward=weakref.WeakMethod(self._pre_backward))
         self.groups: list[YaFSDPParamGroup] = []
         self.name = type(modules[0]).__name__
-        self.forward_prefetch: list[weakref.ref[YaFSDPState]] | None = None
-        self.backward_prefetch: list[weakref.ref[YaFSDPState]] | None = None
+        self.prefetch = Prefetch()
         self._context: YaFSDPStateContext | None = None
         self._kept_from_forward = False
         self._arrivals = ArrivalWatch(self._all_arrived)
@@ -80,14 +84,17 @@ class YaFSDPState(_State):
 
     # ---- the root --------------------------------------------------------------------------------------------------
 
-    def lazy_init(self) -> None:
+    def lazy_init(self) -> YaFSDPStateContext:
         """Makes this unit the root of all units below it, unless it belongs to a root already.
+
+        Returns:
+            What the units of the root share.
 
         Raises:
             RuntimeError: If a unit below is in the middle of a step under another root, or has no memory yet.
         """
         if self._context is not None:
-            return
+            return self._context
         root = self.modules[0]()
         assert root is not None
         states = units_below(root, self)
@@ -107,6 +114,7 @@ class YaFSDPState(_State):
         if self.reshard_by_default:
             self.settings.reshard_after_forward = False
         context.plan_buffers()
+        return context
 
     def _root_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         context = self.context
@@ -128,7 +136,8 @@ class YaFSDPState(_State):
 
     def drop_kept(self) -> None:
         """Reshards what an earlier forward kept, because weights may have changed since; forgets broken forwards."""
-        self._reset_hooks()
+        if self.has_parts:
+            self._reset_hooks()
         for group in self.groups:
             group.drop_kept(from_forward=self._kept_from_forward)
         self._kept_from_forward = self.phase.is_borrowed = False
@@ -140,24 +149,25 @@ class YaFSDPState(_State):
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if self.phase.training_state is TrainingState.PRE_BACKWARD:
-            return self._cast_inputs(args, kwargs)  # recomputation: gathered, and its backward is watched already
-        self.lazy_init()
-        context = self.context
+        if self.phase.training_state is TrainingState.PRE_BACKWARD:  # recomputation, whose backward is watched already
+            self.wait_for_unshard()  # it has been gathered, unless its backward reads no weights
+            return self._cast_inputs(args, kwargs)
+        context = self._context or self.lazy_init()
         in_autograd = torch._C._current_graph_task_id() != -1
         if context.in_backward and not in_autograd:
             context.reset()  # the last backward broke off with an exception
         if context.iter_forward_root is None and not in_autograd:
             args, kwargs = self._root_pre_forward(args, kwargs)
         self.phase.move_to(TrainingState.FORWARD)
-        args, kwargs = self._cast_inputs(args, kwargs)
+        if self.policy.param_dtype is not None:
+            args, kwargs = self._cast_inputs(args, kwargs)
         if not in_autograd and not self.is_unsharded():
             context.order_check.enter(self.name)
         for group in self.groups:
             group.gather()
         if not in_autograd:
             context.comm.forward_order.record(self)
-            self._prefetch_forward()
+            self.prefetch.in_forward(self, context.comm)
         for group in self.groups:
             group.wait_for_gather()
         if torch.is_grad_enabled() and self.groups and not (in_autograd and self.groups[0].open_forwards):
@@ -174,7 +184,8 @@ class YaFSDPState(_State):
         for group in self.groups:
             args, kwargs = group._register_post_backward_hook(args, kwargs)
         if self.groups[0].open_forwards > before:
-            self._arrivals.stop()
+            if self._arrivals.is_counting:
+                self._arrivals.stop()
         else:
             self._arrivals.start([param for group in self.groups for param in group.trainable_unsharded()])
         return args, kwargs
@@ -192,12 +203,13 @@ class YaFSDPState(_State):
             output = cast_floating(output, self.policy.output_dtype)
         if self.phase.training_state is TrainingState.PRE_BACKWARD:
             return output
-        self._end_forward()
-        left_open = self._end_root_forward() if self.context.iter_forward_root is self else []
+        context = self.context
+        self._end_forward(context)
+        left_open = self._end_root_forward(context) if context.iter_forward_root is self else []
         # Reentrant checkpointing runs without gradients what its backward will run again.
         comes_back = self._watch_forward(output, left_open) or not torch.is_grad_enabled()
-        if comes_back and self.context.grad_enabled and torch._C._current_graph_task_id() == -1:
-            self.context.comm.post_forward_order.record(self)
+        if comes_back and context.grad_enabled and torch._C._current_graph_task_id() == -1:
+            context.comm.post_forward_order.record(self)
         return output
 
     def _part_forward(self, output: Any) -> None:
@@ -210,12 +222,10 @@ class YaFSDPState(_State):
     def _watch_forward(self, output: Any, left_open: Sequence[Callable[[], None]] = ()) -> bool:
         if not torch.is_grad_enabled():
             return False
-        graph = self.phase.open_graph()
-        graph.left_open.extend(left_open)
+        graph = self.phase.open_graph(left_open)
         return watch_outputs(output, partial(self._pre_backward, graph), self.phase)
 
-    def _end_forward(self) -> None:
-        context = self.context
+    def _end_forward(self, context: YaFSDPStateContext) -> None:
         in_autograd = torch._C._current_graph_task_id() != -1
         is_kept = not self.settings.reshard_after_forward or self.phase.is_borrowed
         if in_autograd or (context.grad_enabled and is_kept):
@@ -231,16 +241,15 @@ class YaFSDPState(_State):
                     group.reshard()
         self.phase.move_to(TrainingState.IDLE)
 
-    def _end_root_forward(self) -> list[Callable[[], None]]:
-        context = self.context
+    def _end_root_forward(self, context: YaFSDPStateContext) -> list[Callable[[], None]]:
         context.iter_forward_root = None
         if context.order_check.end():
             context.comm.forward_order.end()
         else:
             context.comm.forward_order.abandon()
-        left_open = [gather for state in context.all_states if (gather := state.end_part_forward()) is not None]
-        for state in context.all_states:
-            state.reshard_unused()
+        in_parts = [state for state in context.all_states if state.has_parts]
+        left_open = [gather for state in in_parts if (gather := state.end_part_forward()) is not None]
+        context.reshard_unused()
         return left_open
 
     def end_part_forward(self) -> Callable[[], None] | None:
@@ -252,17 +261,11 @@ class YaFSDPState(_State):
         if not self._reset_hooks() or self.phase.training_state is not TrainingState.FORWARD:
             return None
         self.phase.is_borrowed = True
-        self._end_forward()
+        self._end_forward(self.context)
         if self.context.grad_enabled:
             self.context.comm.post_forward_order.record(self)
         this = weakref.ref(self)
-        return lambda: state._enter_backward() if (state := this()) is not None else None
-
-    def reshard_unused(self) -> None:
-        """Gives back what was gathered ahead and not used."""
-        for group in self.groups:
-            if group.sharded_state is ShardedState.GATHERING:
-                group.reshard()
+        return lambda: state._enter_backward(state.context) if (state := this()) is not None else None
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
@@ -275,17 +278,17 @@ class YaFSDPState(_State):
             queue_backward_callback(self._root_post_backward_final_callback)
         for gather in graph.left_open:
             gather()
-        self._enter_backward()
+        self._enter_backward(context)
 
-    def _enter_backward(self) -> None:
+    def _enter_backward(self, context: YaFSDPStateContext) -> None:
         if self.phase.training_state is TrainingState.PRE_BACKWARD and self.is_unsharded():
             return
         self.phase.move_to(TrainingState.PRE_BACKWARD)
         self._kept_from_forward = self.phase.is_borrowed = False
-        if self.settings.unshard_in_backward:
+        if self.gathers_in_backward():
             for group in self.groups:
                 group.gather()
-        self._prefetch_backward()
+        self.prefetch.in_backward(self, context.comm)
         for group in self.groups:
             group.wait_for_gather()
 
@@ -299,11 +302,11 @@ class YaFSDPState(_State):
             state.finish_backward()
         context.comm.finish_reduction()
         groups = [group for state in states for group in state.groups]
-        if any(group.is_offloaded for group in groups):
+        if [group for group in groups if group.is_offloaded]:
             context.comm.runtime.synchronise()  # the host reads the gradients, and writes what gathers read
         resolve_missing(groups)
+        context.reshard_unused()
         for state in states:
-            state.reshard_unused()
             state.phase.move_to(TrainingState.IDLE)
             if context.is_last_backward:
                 for group in state.groups:
@@ -326,47 +329,37 @@ class YaFSDPState(_State):
 
     # ---- looking ahead -----------------------------------------------------------------------------------------------
 
-    def _prefetch_forward(self) -> None:
-        if self.forward_prefetch is not None:
-            targets = [state for ref in self.forward_prefetch if (state := ref()) is not None]
-        else:
-            following = self.context.comm.forward_order.next_after(self)
-            targets = [] if following is None else [following]
-        for target in targets:
-            target.gather_ahead()
-
-    def _prefetch_backward(self) -> None:
-        previous = self.context.comm.post_forward_order.previous(self, YaFSDPState.wants_gather)
-        if self.backward_prefetch is not None:
-            targets = [state for ref in self.backward_prefetch if (state := ref()) is not None]
-        else:
-            targets = [] if previous is None else [previous]
-        for target in targets:
-            if target.settings.unshard_in_backward:
-                target.gather_ahead()
-
     def is_unsharded(self) -> bool:
         """Whether the modules show full parameters."""
-        return all(group.sharded_state is ShardedState.UNSHARDED for group in self.groups)
+        for group in self.groups:  # noqa: SIM110  a generator would take a call for each bucket
+            if group.sharded_state is not ShardedState.UNSHARDED:
+                return False
+        return True
+
+    def gathers_in_backward(self) -> bool:
+        """Whether the unit's backward reads its parameters."""
+        return self.settings.unshard_in_backward and not (self._is_embedding and is_lookup(self.modules[0]()))
 
     def wants_gather(self) -> bool:
         """Whether the unit has parameters that are not gathered."""
-        return any(group.sharded_state is ShardedState.SHARDED for group in self.groups)
+        for group in self.groups:  # noqa: SIM110
+            if group.sharded_state is ShardedState.SHARDED:
+                return True
+        return False
 
     def gather_ahead(self) -> None:
         """Starts the unit's gathers if its buffers are free."""
-        if all(group.can_gather() for group in self.groups if group.sharded_state is ShardedState.SHARDED):
-            for group in self.groups:
-                group.gather()
+        for group in self.groups:
+            if group.sharded_state is ShardedState.SHARDED and not group.can_gather():
+                return
+        for group in self.groups:
+            group.gather()
 
     def set_prefetch(
         self, *, forward: "list[YaFSDPState] | None" = None, backward: "list[YaFSDPState] | None" = None
     ) -> None:
         """Fixes which units are gathered ahead in the forward or the backward."""
-        if forward is not None:
-            self.forward_prefetch = [weakref.ref(state) for state in forward]
-        if backward is not None:
-            self.backward_prefetch = [weakref.ref(state) for state in backward]
+        self.prefetch.fix(forward=forward, backward=backward)
         self._want_new_plan()
 
     def want_own_buffers(self) -> None:
@@ -377,10 +370,6 @@ class YaFSDPState(_State):
     def _want_new_plan(self) -> None:
         if self._context is not None:
             self._context.is_plan_stale = True
-
-    def prefetch_reach(self) -> int:
-        """Length of the longer prefetch list."""
-        return max(len(self.forward_prefetch or ()), len(self.backward_prefetch or ()))
 
     # ---- by hand -----------------------------------------------------------------------------------------------------
 

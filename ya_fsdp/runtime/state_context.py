@@ -6,12 +6,14 @@ from typing import Protocol
 
 from torch.distributed import ProcessGroup
 
+from ya_fsdp._common import ShardedState
 from ya_fsdp.runtime.buffer_plan import NUM_SHARED, BucketInfo, plan_buffers
-from ya_fsdp.runtime.buffers import BufferPool
+from ya_fsdp.runtime.buffers import Buffer, BufferPool
 from ya_fsdp.runtime.comm_context import YaFSDPCommContext
 from ya_fsdp.runtime.device import Event
 from ya_fsdp.runtime.order_check import OrderCheck
 from ya_fsdp.runtime.param_group import YaFSDPParamGroup
+from ya_fsdp.runtime.prefetch import Prefetch
 from ya_fsdp.runtime.settings import UnitPhase, UnitSettings
 
 __all__ = ["UnitState", "YaFSDPStateContext"]
@@ -21,11 +23,10 @@ class UnitState(Protocol):
     """What the context asks of a unit."""
 
     groups: list[YaFSDPParamGroup]
+    has_parts: bool
     settings: UnitSettings
     phase: UnitPhase
-
-    def prefetch_reach(self) -> int:
-        """Length of the longer prefetch list."""
+    prefetch: Prefetch
 
     def drop_kept(self) -> None:
         """Reshards what an earlier forward kept."""
@@ -35,9 +36,6 @@ class UnitState(Protocol):
 
     def end_part_forward(self) -> Callable[[], None] | None:
         """Ends a forward that left out modules of the unit; returns what gathers the unit for the backward."""
-
-    def reshard_unused(self) -> None:
-        """Gives back what was gathered ahead and not used."""
 
     def finish_backward(self) -> None:
         """Reduces what no node of the backward has reduced."""
@@ -98,12 +96,15 @@ class YaFSDPStateContext:
         units = [(context, state) for context in contexts for state in context.all_states]
         buckets = [(context, state, group) for context, state in units for group in state.groups]
         infos = [BucketInfo(group.kind, group.gathered_nbytes, state.settings.is_kept) for _, state, group in buckets]
-        reach = max((state.prefetch_reach() for _, state in units), default=0)
+        reach = max((state.prefetch.reach for _, state in units), default=0)
         pool = BufferPool(plan_buffers(infos, max(NUM_SHARED, reach + 1)), self.comm.runtime)
         for context in contexts:
             context.comm.pool, context.is_plan_stale = pool, False
+        seen: set[Buffer] = set()
         for index, (context, _, group) in enumerate(buckets):
-            group.attach(context.comm, pool.home(index, group.gathered_nbytes))
+            home = pool.home(index, group.gathered_nbytes)
+            group.attach(context.comm, home, is_first_tenant=home not in seen)
+            seen.add(home)
 
     def replan_buffers(self) -> None:
         """Plans anew, after a change of the prefetch lists, once nothing points into the buffers."""
@@ -114,6 +115,13 @@ class YaFSDPStateContext:
             for state in states:
                 state.reshard()
             self.plan_buffers()
+
+    def reshard_unused(self) -> None:
+        """Gives back what was gathered ahead and not used."""
+        for state in self.all_states:
+            for group in state.groups:
+                if group.sharded_state is ShardedState.GATHERING:
+                    group.reshard()
 
     def reset(self) -> None:
         """Returns every unit to rest after an exception in a forward or backward."""

@@ -42,14 +42,13 @@ class AccumulationCycle:
         """Starts a new cycle."""
         self._num_done = 0
 
-    def enter(self, grad: torch.Tensor) -> torch.Tensor:
-        """Hook of the model's outputs: a backward has started."""
+    def enter(self) -> None:
+        """A backward has reached one of the model's outputs."""
         task = torch._C._current_graph_task_id()
         if task != self._task:  # a model may have several outputs
             self._task = task
             self._switch(is_last=self._num_done == self._num_steps - 1)
             queue_backward_callback(self._leave)
-        return grad
 
     def _leave(self) -> None:
         self._num_done = (self._num_done + 1) % self._num_steps

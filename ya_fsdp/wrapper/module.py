@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ya_fsdp.comm import Backend, YCCLBackend
 from ya_fsdp.comm.topology import ranks_per_node
 from ya_fsdp.fully_shard import YaFSDPModule, fully_shard
-from ya_fsdp.runtime.hooks import watch_gradients
+from ya_fsdp.runtime.hooks import watch_outputs
 from ya_fsdp.state_dict import get_full_state_dict, get_local_state_dict, load_full_state_dict, load_local_state_dict
 from ya_fsdp.wrapper.cycle import AccumulationCycle
 from ya_fsdp.wrapper.materialize import UnitPreparation
@@ -33,7 +33,7 @@ class YaFSDP(nn.Module):
     stage   a unit's gathers per cycle of k micro-batches         freed
     ======  ====================================================  ===================
     1, 2    1                                                     at the cycle's end
-    3       2 k; norms: 1; the model's rest: k                    after each use
+    3       2 k; norms: 1; embeddings and the model's rest: k     after each use
     ======  ====================================================  ===================
 
     Optimizer state and reduced gradients are sharded in every stage, and each unit is reduced once per cycle: until the
@@ -134,7 +134,7 @@ class YaFSDP(nn.Module):
         """Runs the model."""
         output = self.module(*args, **kwargs)
         if self._cycle is not None and torch.is_grad_enabled():
-            watch_gradients(output, self._cycle.enter)
+            watch_outputs(output, self._cycle.enter)
         return output
 
     def __getattr__(self, name: str) -> Any:

@@ -54,6 +54,26 @@ def test_filling_equals_a_naive_flatten(
         stager.fill(staging, index, grads)
         found = staging.view(layout.world_size, chunk.width)
         torch.testing.assert_close(found, expected[:, chunk.first : chunk.stop], rtol=0, atol=0)
+        # And by whatever way is shortest for these gradients.
+        found = stager.stage(index, grads, dtype, torch.device("cpu")).view(layout.world_size, chunk.width)
+        torch.testing.assert_close(found, expected[:, chunk.first : chunk.stop], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("world_size", [4, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_need_no_cast_are_staged_by_one_operator(world_size: int, dtype: torch.dtype) -> None:
+    layout = plan_contiguous([ParamSpec("a", (8, 4)), ParamSpec("b", (16,))], world_size, 4)
+    padding = layout.padded_numel - layout.numel
+    assert (padding > 0) == (world_size == 5)
+    grads = [torch.randn(8, 4), torch.randn(16)]
+    stager = GradientStager(layout, 1000)
+    with torch.profiler.profile() as profile:
+        staging = stager.stage(0, grads, dtype, torch.device("cpu"))
+    names = {event.key for event in profile.key_averages()}
+    assert ("aten::cat" in names) == (dtype == torch.float32), names
+    assert ("aten::_foreach_copy_" in names) == (dtype != torch.float32), names
+    expected = torch.cat([grads[0].view(-1), grads[1], torch.zeros(padding)]).to(dtype)
+    assert torch.equal(staging, expected)
 
 
 @pytest.mark.parametrize("limit", [10_000, 40])
