@@ -29,9 +29,10 @@ __all__ = [
     "TensorMeta",
     "_State",
     "all_gather",
+    "all_reduce_options",
+    "bare_apply",
     "compiled_autograd",
     "compute_local_shape_and_global_offset",
-    "apply_function",
     "concatenate_meshes",
     "current_tracer",
     "default_store",
@@ -48,6 +49,7 @@ __all__ = [
     "reduce_scatter_options",
     "register_foreach_type",
     "symmetric_memory",
+    "transforms_active",
     "tree_flatten",
     "tree_unflatten",
     "will_accumulate",
@@ -99,6 +101,13 @@ def reduce_scatter_options(op: Any, is_async: bool) -> Any:
     return options
 
 
+def all_reduce_options(op: Any, is_async: bool) -> Any:
+    """Options of a process group's own all-reduce."""
+    options: Any = torch._C._distributed_c10d.AllreduceOptions()
+    options.reduceOp, options.asyncOp = op, is_async
+    return options
+
+
 def default_store() -> Any:
     """The store through which the processes of the default process group have met."""
     return dist.distributed_c10d._get_default_store()
@@ -111,11 +120,13 @@ def register_foreach_type(cls: type[torch.Tensor]) -> None:
             supported.append(cls)
 
 
-def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)`` for one without ``setup_context``; shorter where no functorch transform is active."""
-    if torch._C._are_functorch_transforms_active():
-        return function.apply(*args)  # type: ignore[no-untyped-call]
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+def bare_apply(function: type[torch.autograd.Function]) -> Any:
+    """``function.apply`` of one without ``setup_context``, as it is while no functorch transform is active."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+transforms_active: Any = torch._C._are_functorch_transforms_active
+"""Whether a functorch transform is active."""
 
 
 current_tracer: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback

@@ -94,7 +94,7 @@ def fully_shard(
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
     _check_options(offload_policy)
-    shard_mesh = ShardMesh(mesh if mesh is not None else _default_mesh(), backend)
+    shard_mesh = ShardMesh.of(mesh if mesh is not None else _default_mesh(), backend)
     device = _mesh_device(shard_mesh.mesh)
     settings = _reshard_settings(reshard_after_forward, shard_mesh.shard.world_size)
     managed = list(_managed_modules(modules))
@@ -181,15 +181,13 @@ def _default_mesh() -> DeviceMesh:
 
 
 def _mesh_chooser(default: ShardMesh, choose: Callable[[nn.Parameter], Any] | None) -> Callable[[Any], ShardMesh]:
-    meshes = {default.mesh: default}
-
     def mesh_of(param: nn.Parameter) -> ShardMesh:
         info = getattr(choose(param) if choose is not None else None, "mesh_info", None)
         if info is None:
             return default
         if info.mesh.device_type != default.mesh.device_type:
             raise ValueError(f"shard_placement_fn: expected a mesh of {default.mesh.device_type}, got {info.mesh}")
-        return meshes.setdefault(info.mesh, ShardMesh(info.mesh, default.backend))
+        return ShardMesh.of(info.mesh, default.backend)
 
     return mesh_of
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -71,8 +72,12 @@ class ResolvedDtypes:
     def resolve(cls, master: torch.dtype, policy: MixedPrecisionPolicy) -> "ResolvedDtypes":
         """Applies a policy to a parameter's own dtype; only floating-point parameters are ever cast."""
         if not master.is_floating_point:
-            return cls(master, master, master, master)
+            return _dtypes(master, master, master, master)
         compute = policy.param_dtype or master
         reduce = policy.reduce_dtype or compute
         widens = policy.bit32_acc_for_bit16_reduce_scatter and reduce.itemsize == 2
-        return cls(master, compute, reduce, torch.float32 if widens else reduce)
+        return _dtypes(master, compute, reduce, torch.float32 if widens else reduce)
+
+
+_dtypes = lru_cache(maxsize=None)(ResolvedDtypes)
+"""One object for all units with the same dtypes."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ya_fsdp._torch_compat import gather_options, reduce_scatter_options
+from ya_fsdp._torch_compat import all_reduce_options, gather_options, reduce_scatter_options
 from ya_fsdp.comm.base import Pending
 from ya_fsdp.comm.reduction import Reduction
 
@@ -40,7 +40,7 @@ class ProcessGroupCollectives:
         self.rank = group.rank()
         self.world_size = group.size()
         self._gather_options = {is_async: gather_options(is_async) for is_async in (False, True)}
-        self._reduce_options: dict[tuple[Any, bool], Any] = {}
+        self._options: dict[tuple[Any, int, bool], Any] = {}
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor | None:
         """See :meth:`ya_fsdp.comm.Collectives.allocate`."""
@@ -67,11 +67,16 @@ class ProcessGroupCollectives:
             return self._add_up_wider(output, staging, reduction, async_op=async_op)
         if output.is_complex():
             output, staging = torch.view_as_real(output), torch.view_as_real(staging)
-        key = (reduction.op, async_op)
-        if key not in self._reduce_options:
-            self._reduce_options[key] = reduce_scatter_options(*key)
-        work: Any = self.group._reduce_scatter_base(output, staging, self._reduce_options[key])
+        options = self._options_of(reduce_scatter_options, reduction, async_op)
+        work: Any = self.group._reduce_scatter_base(output, staging, options)
         return work if async_op else _finished(work)
+
+    def _options_of(self, make: Callable[[Any, bool], Any], reduction: Reduction, async_op: bool) -> Any:
+        key = (make, reduction.op.value, async_op)
+        options = self._options.get(key)
+        if options is None:
+            options = self._options[key] = make(reduction.op, async_op)
+        return options
 
     def _add_up_wider(
         self, output: torch.Tensor, staging: torch.Tensor, reduction: Reduction, *, async_op: bool
@@ -97,8 +102,11 @@ class ProcessGroupCollectives:
         """See :meth:`ya_fsdp.comm.Collectives.all_reduce`."""
         if self.world_size == 1:
             return None
-        work: Any = dist.all_reduce(tensor, op=reduction.op, group=self.group, async_op=async_op)
-        return work  # type: ignore[no-any-return]
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        options = self._options_of(all_reduce_options, reduction, async_op)
+        work: Any = self.group.allreduce([tensor], options)
+        return work if async_op else _finished(work)
 
 
 def _finished(work: Any) -> Pending | None:

@@ -1,6 +1,7 @@
 """How gradients are added up and divided, as a value."""
 
 from dataclasses import dataclass
+from functools import cache
 from math import isfinite
 
 import torch
@@ -30,6 +31,7 @@ def check_divide_factor(factor: float) -> None:
         raise ValueError(f"the gradient divide factor must be positive and finite, got {factor}")
 
 
+@cache
 def plan_reduction(
     num_ranks: int, dtype: torch.dtype, *, divide_factor: float | None = None, force_sum: bool = False
 ) -> Reduction:
@@ -37,7 +39,7 @@ def plan_reduction(
 
     By default gradients are averaged. In fp16 a sum over ranks overflows before it is divided, so the division is
     split: about the square root of it (a power of two, which is exact) before the sum, the rest behind it. Other dtypes
-    have range enough and are divided once.
+    have range enough and are divided once. Equal arguments give one object.
 
     Args:
         num_ranks: Ranks that contribute a gradient.

@@ -13,9 +13,8 @@ follows from the start of a parameter and S by arithmetic, so a rank knows every
 whatever the number of ranks.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 __all__ = ["FlatLayout", "LocalSlice", "ParamSpan", "ParamSpec", "Partition", "local_slice", "partition"]
@@ -99,8 +98,9 @@ class Partition:
     is_member: tuple[bool, ...]
 
 
-def partition(ranges: Iterable[tuple[int, int]], total: int) -> Partition:
-    """Cuts ``[0, total)`` at the given members.
+@lru_cache(maxsize=1024)
+def partition(ranges: tuple[tuple[int, int], ...], total: int) -> Partition:
+    """Cuts ``[0, total)`` at the given members. Equal arguments, as of repeated blocks, give one object.
 
     Args:
         ranges: ``(start, numel)`` of the members, ascending and not overlapping; where an empty one starts is ignored.
@@ -180,8 +180,8 @@ class FlatLayout:
     @cached_property
     def partition(self) -> Partition:
         """The flat buffer cut into parameters and padding."""
-        return partition(((span.start, span.numel) for span in self.spans), self.padded_numel)
+        return partition(tuple((span.start, span.numel) for span in self.spans), self.padded_numel)
 
     def local_partition(self, rank: int) -> Partition:
         """The shard of ``rank`` cut into its parts of the parameters and padding."""
-        return partition(((s.shard_offset, s.numel) for s in self.local_slices(rank)), self.shard_numel)
+        return partition(tuple((s.shard_offset, s.numel) for s in self.local_slices(rank)), self.shard_numel)

@@ -195,7 +195,10 @@ def local_list(values: Iterable[Any]) -> list[Any]:
     An optimizer step comes by here with thousands of slices, so the common case is left to functions written in C.
     """
     values = list(values)
-    if set(map(type, values)) == _ALL_RAGGED:
+    kinds = set(map(type, values))
+    if RaggedShardDTensor not in kinds:
+        return values
+    if kinds == _ALL_RAGGED:
         slices = list(map(_LOCAL, values))
         if set(map(type, slices)) == _ALL_PLAIN:
             return slices

@@ -170,7 +170,10 @@ def on_lists(func: Any, args: Args, kwargs: Kwargs) -> Any:
     result = func(*map(_unwrap_list, args), **{key: _unwrap_list(value) for key, value in kwargs.items()})
     if result is None:
         # Written through the slices: torch counts such writes on no wrapper, and kept units look at the count.
-        increment_version([tensor for tensor in args[0] if type(tensor) is RaggedShardDTensor])
+        written = args[0]
+        if set(map(type, written)) != {RaggedShardDTensor}:
+            written = [tensor for tensor in written if type(tensor) is RaggedShardDTensor]
+        increment_version(written)
         return None
     specs = [tensor._spec if type(tensor) is RaggedShardDTensor else None for tensor in args[0]]
     return [item if spec is None else _wrap_like(item, spec) for item, spec in zip(result, specs, strict=True)]

@@ -43,7 +43,9 @@ class ArrivalWatch:
         def arrived(_: torch.Tensor) -> None:
             watch = this()
             if watch is not None:
-                watch._arrive()
+                watch._count += 1
+                if watch._count == len(watch._hooks):
+                    watch._finish()
 
         self._hooks = [(id(param), on_gradient(param, arrived)) for param in params]
 
@@ -53,8 +55,7 @@ class ArrivalWatch:
             handle.remove()
         self.is_counting, self._hooks = False, []
 
-    def _arrive(self) -> None:
-        self._count += 1
+    def _finish(self) -> None:
         complete = self._complete()
-        if self._count == len(self._hooks) and complete is not None:
+        if complete is not None:
             complete()

@@ -35,7 +35,8 @@ class YaFSDPCommContext:
         """Starts a reduce-scatter behind everything issued so far on the current stream."""
         runtime = self.runtime
         start = partial(collectives.reduce_scatter, output, staging, reduction, async_op=runtime.is_async_host)
-        return runtime.issue(runtime.reduce_stream, runtime.record(), start, staging)
+        written = None if runtime.is_async_host else runtime.record()
+        return runtime.issue(runtime.reduce_stream, written, start, staging)
 
     def defer_reduction(self, finish: Callable[[], None]) -> None:
         """Keeps the last step of a reduction for later; at most one is in flight."""

@@ -114,6 +114,8 @@ class ExtensionGroup(YaFSDPParamGroup):
         self._sizes: list[torch.Size] = []
         self._places: list[tuple[torch.dtype, int, int]] = []
 
+    has_gather_hooks = True
+
     @property
     def gathered_nbytes(self) -> int:
         """Bytes of what is gathered; known from the first gather on."""
@@ -155,8 +157,8 @@ class ExtensionGroup(YaFSDPParamGroup):
         if was_unsharded:
             self._param.free_unsharded_param([output.untyped_storage() for output in self._outputs])
 
-    def reshard_after_forward(self) -> None:
-        """Always to all ranks: what a smaller group would keep are the hooks' tensors, whose parts mean nothing."""
+    def reshard_to_neighbours(self) -> None:
+        """Reshards to all ranks: what a smaller group would keep are the hooks' tensors, whose parts mean nothing."""
         self.reshard()
 
     def adopt_parameters(self, resolve: Callable[[torch.dtype], ResolvedDtypes]) -> None:
@@ -202,7 +204,7 @@ class ExtensionGroup(YaFSDPParamGroup):
             world_size = self.mesh.shard.world_size
             lengths = [round_up(world_size * as_bytes(piece).numel(), _ALIGNMENT) for piece in pieces]
             self._sizes, self._nbytes = sizes, max(sum(lengths), 1)
-            self._home = self._comm.pool.own(self._nbytes)
+            self.home = self._comm.pool.own(self._nbytes)
             self._places = [(p.dtype, n, p.numel() * world_size) for p, n in zip(pieces, lengths, strict=True)]
         if sizes != self._sizes:
             raise RuntimeError(

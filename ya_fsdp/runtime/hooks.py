@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ya_fsdp._torch_compat import apply_function, tree_flatten, tree_unflatten
+from ya_fsdp._torch_compat import bare_apply, transforms_active, tree_flatten, tree_unflatten
 from ya_fsdp.runtime.compiler import untraced
 from ya_fsdp.runtime.settings import UnitPhase
 
@@ -56,6 +56,9 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
         return (None, *grads)
 
 
+_bare_apply = bare_apply(RegisterPostBackwardFunction)
+
+
 def watch_inputs(
     param_group: PostBackward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
@@ -71,7 +74,8 @@ def watch_inputs(
         places, tensors, _ = _with_gradients(values)
     if not places:
         return args, kwargs, False
-    tensors = apply_function(RegisterPostBackwardFunction, param_group, *tensors)
+    apply = RegisterPostBackwardFunction.apply if transforms_active() else _bare_apply
+    tensors = apply(param_group, *tensors)
     for place, tensor in zip(places, tensors, strict=True):
         values[place] = tensor
     if spec is not None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,16 @@ class ShardMesh:
     backend: Backend | None = None
     _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
 
+    @classmethod
+    def of(cls, mesh: DeviceMesh, backend: Backend | None = None) -> "ShardMesh":
+        """One object for all units of a mesh and backend: what they share stays in the processor's cache."""
+        made = cls(mesh, backend)
+        known = _meshes.get((mesh, backend))
+        if known is not None and known.shard_group is made.shard_group:  # process groups may have been made anew
+            return known
+        _meshes[mesh, backend] = made
+        return made
+
     def __post_init__(self) -> None:
         if self.mesh.ndim not in (1, 2):
             raise ValueError(
@@ -51,7 +61,7 @@ class ShardMesh:
         """Collectives along the replicating axis; None without one."""
         return ProcessGroupCollectives(self.mesh.get_group(0)) if self.mesh.ndim == 2 else None
 
-    @property
+    @cached_property
     def shard_group(self) -> dist.ProcessGroup:
         """Process group of the sharding axis."""
         return self.mesh.get_group(self.mesh.ndim - 1)
@@ -75,7 +85,7 @@ class ShardMesh:
             groups[size] = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
         return ProcessGroupCollectives(groups[size]) if self.backend is None else self.backend.collectives(groups[size])
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """Ranks whose gradients are averaged."""
         return int(self.mesh.size())
@@ -115,3 +125,6 @@ class ShardMesh:
         if other not in self._joined:
             self._joined[other] = concatenate_meshes(self.mesh, other)
         return self._joined[other]
+
+
+_meshes: "WeakValueDictionary[tuple[DeviceMesh, Backend | None], ShardMesh]" = WeakValueDictionary()

@@ -8,7 +8,7 @@ gradient shard of which every parameter's ``.grad`` is a view.
 import logging
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -56,6 +56,8 @@ class YaFSDPParamGroup:
         phase: The unit's place in its step.
     """
 
+    has_gather_hooks: ClassVar[bool] = False
+    """What is gathered is made into parameters by their own hooks."""
     _comm: YaFSDPCommContext
     """Comes with the root; see :meth:`attach`."""
 
@@ -92,7 +94,8 @@ class YaFSDPParamGroup:
         self._kept_versions: list[int] = []
         self.reducer = GradientReducer(params, layout, mesh, settings)
         self._buffer: Buffer | None = None
-        self._home: Buffer | None = None
+        self.home: Buffer | None = None
+        """The buffer that the plan gives to the bucket."""
         self._frees_buffer = False
         self._wire: torch.Tensor | None = None
         self._neighbours_piece: torch.Tensor | None = None
@@ -117,18 +120,18 @@ class YaFSDPParamGroup:
 
     def trainable_unsharded(self) -> list[nn.Parameter]:
         """The unsharded parameters that want a gradient."""
-        unsharded = (param.unsharded_param for param in self.params)
+        unsharded = [param.unsharded_param for param in self.params]
         return [param for param in unsharded if param is not None and param.requires_grad]
 
     @property
     def shares_buffer(self) -> bool:
         """Whether the bucket takes turns with others in one buffer."""
-        return self._home is not None and self._home.is_shared
+        return self.home is not None and self.home.is_shared
 
     @property
     def buffers(self) -> list[Buffer]:
         """Gather buffers that the bucket uses."""
-        return [buffer for buffer in (self._home, self._buffer) if buffer is not None]
+        return [buffer for buffer in (self.home, self._buffer) if buffer is not None]
 
     def attach(self, comm: YaFSDPCommContext, home: Buffer, *, is_first_tenant: bool) -> None:
         """Joins a root.
@@ -140,7 +143,7 @@ class YaFSDPParamGroup:
         """
         assert self.sharded_state is ShardedState.SHARDED
         self._comm = comm
-        self._home = home
+        self.home = home
         # On CPU, where fresh memory is paid for page by page, it is worth more to keep it.
         self._frees_buffer = is_first_tenant and not comm.runtime.is_async_host
 
@@ -153,10 +156,6 @@ class YaFSDPParamGroup:
             )
 
     # ---- gather ------------------------------------------------------------------------------------------------------
-
-    def can_gather(self) -> bool:
-        """Whether the bucket's buffer is free, so that a prefetch does not get in anybody's way."""
-        return self._home is not None and not self._home.is_occupied
 
     def gather(self) -> None:
         """Starts the all-gather into the bucket's buffer; does nothing if that has happened already."""
@@ -187,7 +186,8 @@ class YaFSDPParamGroup:
         assert self._gather is not None
         self._gather.wait()
         self._gather = None
-        self._end_gather()
+        if self.has_gather_hooks:
+            self._end_gather()
         assert self._switch is not None
         self._switch.to_unsharded()
         self.sharded_state = ShardedState.UNSHARDED
@@ -195,7 +195,7 @@ class YaFSDPParamGroup:
             self._check_unsharded()
 
     def _end_gather(self) -> None:
-        """What is left to do between the gather and its use: nothing, since parameters are views of the buffer."""
+        """What is left to do between the gather and its use; nothing where parameters are views of the buffer."""
 
     def _check_unsharded(self) -> None:
         assert self._buffer is not None
@@ -220,11 +220,12 @@ class YaFSDPParamGroup:
         assert self._buffer is not None
         self._buffer.vacate()
 
-    def reshard_after_forward(self) -> None:
-        """Reshards until the backward; if so asked, to a smaller group of ranks, of which each keeps a larger piece."""
+    def reshard_to_neighbours(self) -> None:
+        """Reshards until the backward to a smaller group of ranks, of which each keeps a larger piece."""
         size = self.settings.reshard_group_size
-        if size is not None and self.sharded_state is ShardedState.UNSHARDED:
+        if self.sharded_state is ShardedState.UNSHARDED:
             assert self._wire is not None
+            assert size is not None
             numel, rank = self._wire.numel() // size, self._neighbours().rank
             self._neighbours_piece = self._wire[rank * numel : (rank + 1) * numel].clone()
         self.reshard()
@@ -273,8 +274,8 @@ class YaFSDPParamGroup:
 
     def _occupy(self) -> tuple[torch.Tensor, Event | None]:
         """Enters the buffer; moves to one of the bucket's own if the planned one is taken."""
-        assert self._home is not None
-        buffer = self._home
+        assert self.home is not None
+        buffer = self.home
         tenant = buffer.tenant if buffer.is_occupied else None
         if tenant is not None and not tenant.yield_buffer():
             if self.phase.has_pending_graph():
@@ -289,7 +290,7 @@ class YaFSDPParamGroup:
                 tenant.name,
                 self.gathered_nbytes,
             )
-            buffer = self._home = self._comm.pool.own(self.gathered_nbytes)
+            buffer = self.home = self._comm.pool.own(self.gathered_nbytes)
         flat, free = buffer.occupy(self)
         if buffer is not self._buffer:
             self._bind(flat)
@@ -331,16 +332,17 @@ class YaFSDPParamGroup:
             self.keep()
         else:
             self.reshard()
-            if self._frees_buffer and self._home is not None and not (self._home.is_occupied or DEBUG.is_on):
-                self._home.free()  # the backward has left its last tenant
+            if self._frees_buffer and self.home is not None and not (self.home.is_occupied or DEBUG.is_on):
+                self.home.free()  # the backward has left its last tenant
         if not self.open_forwards:
             self._neighbours_piece = None
             self.reduce_gradients()
 
     def reduce_gradients(self) -> None:
         """Reduces the gradients that autograd left, or keeps them while synchronisation is off."""
-        if self.reducer.has_gradients() or any(will_accumulate(param) for param in self.trainable_unsharded()):
-            self.reducer.reduce(self._comm, self.dtypes, self.device, self.shard)
+        grads = self.reducer.take()
+        if grads is not None or any(will_accumulate(param) for param in self.trainable_unsharded()):
+            self.reducer.reduce(grads, self._comm, self.dtypes, self.device, self.shard)
 
     def refuse_stray_gradients(self) -> None:
         """Raises RuntimeError if a parameter got a gradient in a backward that passed the unit's outputs by."""

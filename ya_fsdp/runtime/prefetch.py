@@ -17,7 +17,7 @@ class PrefetchUnit(Protocol):
         """Whether the unit's backward reads its parameters."""
 
     def wants_gather(self) -> bool:
-        """Whether the unit has parameters that are not gathered."""
+        """Whether the unit's backward reads parameters that are not gathered."""
 
     def gather_ahead(self) -> None:
         """Starts the unit's gathers if its buffers are free."""
@@ -63,7 +63,7 @@ class Prefetch:
         """Gathers ahead when the backward has come to the unit; the order of this forward says what comes next."""
         previous = comm.post_forward_order.previous(unit, _WANTS_GATHER)
         if self._backward is None:
-            if previous is not None and previous.gathers_in_backward():
+            if previous is not None:
                 previous.gather_ahead()
             return
         for ref in self._backward:

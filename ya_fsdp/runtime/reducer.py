@@ -59,20 +59,50 @@ class GradientReducer:
         self._accumulated: torch.Tensor | None = None
         self._partial_shard: torch.Tensor | None = None
         self._stagers: dict[torch.dtype, GradientStager] = {}
-        self._planned: tuple[tuple[torch.dtype, float | None, bool], Reduction] | None = None
+
+    def take(self) -> list[torch.Tensor | None] | None:
+        """Takes what autograd left at the unsharded parameters; None if that is nothing.
+
+        Raises:
+            RuntimeError: If a gradient is sparse.
+        """
+        grads: list[torch.Tensor | None] = []
+        is_empty = True
+        for index, param in enumerate(self._params):
+            full = param.unsharded_param
+            grad = full.grad if full is not None else None
+            if full is not None and grad is not None:
+                full.grad = None
+                is_empty, self._contributed[index] = False, True
+                if param.parallel is not None and isinstance(grad, DTensor):
+                    grad = _local_gradient(grad, full)
+                if grad.is_sparse:
+                    raise RuntimeError(
+                        f"{param.name}: got a sparse gradient, which cannot be reduced into shards; build the "
+                        f"embedding with sparse=False"
+                    )
+            grads.append(grad)
+        return None if is_empty else grads
 
     def reduce(
-        self, comm: YaFSDPCommContext, dtypes: ResolvedDtypes, device: torch.device, shard: torch.Tensor
+        self,
+        grads: list[torch.Tensor | None] | None,
+        comm: YaFSDPCommContext,
+        dtypes: ResolvedDtypes,
+        device: torch.device,
+        shard: torch.Tensor,
     ) -> None:
-        """Takes the gradients of the unsharded parameters and reduces them, or adds them up until they are wanted.
+        """Reduces gradients, or adds them up until they are wanted.
 
         Args:
+            grads: What :meth:`take` has taken.
             comm: What to communicate through.
             dtypes: Dtypes of the bucket.
             device: Where gradients are and are reduced.
             shard: The bucket's shard; its gradient lives where it does, in host memory if shards are offloaded.
         """
-        grads = self._take()
+        if grads is None:
+            grads = [None] * len(self._params)
         if not self._settings.requires_gradient_sync:
             self._accumulate(grads, dtypes.accumulate, device)
             return
@@ -88,7 +118,12 @@ class GradientReducer:
             result = torch.empty(output.shape, dtype=dtypes.master, device=shard.device, pin_memory=pinned)
         elif dtypes.accumulate != dtypes.master:
             result = torch.empty_like(output, dtype=dtypes.master)
-        reduction = self._plan(dtypes.reduce)
+        reduction = plan_reduction(
+            self._mesh.num_ranks,
+            dtypes.reduce,
+            divide_factor=self._settings.gradient_divide_factor,
+            force_sum=self._settings.force_sum_reduction,
+        )
         flights = self._start(comm, grads, output, reduction, dtypes.reduce)
         self._finish(comm, flights, output, result, reduction)
 
@@ -123,24 +158,6 @@ class GradientReducer:
 
     # ---- before the collective -----------------------------------------------------------------------------------
 
-    def _take(self) -> list[torch.Tensor | None]:
-        grads: list[torch.Tensor | None] = []
-        for index, param in enumerate(self._params):
-            full = param.unsharded_param
-            grad = full.grad if full is not None else None
-            if full is not None and grad is not None:
-                full.grad = None
-                self._contributed[index] = True
-                if isinstance(grad, DTensor):
-                    grad = _local_gradient(grad, full)
-                if grad.is_sparse:
-                    raise RuntimeError(
-                        f"{param.name}: got a sparse gradient, which cannot be reduced into shards; build the "
-                        f"embedding with sparse=False"
-                    )
-            grads.append(grad)
-        return grads
-
     def _accumulate(self, grads: list[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> None:
         """Adds gradients up in the dtype of the reduction, in what will be its input."""
         if all(grad is None for grad in grads):
@@ -173,7 +190,7 @@ class GradientReducer:
             staging = stager.stage(index, grads, dtype, output.device)
             if reduction.pre_scale != 1.0:
                 staging.mul_(reduction.pre_scale)
-            part = output[chunk.first : chunk.stop]
+            part = output if len(stager.chunks) == 1 else output[chunk.first : chunk.stop]
             flights.append(comm.reduce_scatter(self._mesh.shard, part, staging, reduction))
         return flights
 
@@ -183,14 +200,6 @@ class GradientReducer:
             max_numel //= 2
         self._stagers = {dtype: GradientStager(self._layout, max_numel)}
         return self._stagers[dtype]
-
-    def _plan(self, dtype: torch.dtype) -> Reduction:
-        wanted = (dtype, self._settings.gradient_divide_factor, self._settings.force_sum_reduction)
-        if self._planned is None or self._planned[0] != wanted:
-            _, factor, force_sum = wanted
-            plan = plan_reduction(self._mesh.num_ranks, dtype, divide_factor=factor, force_sum=force_sum)
-            self._planned = (wanted, plan)
-        return self._planned[1]
 
     # ---- behind the collective -----------------------------------------------------------------------------------
 

@@ -42,24 +42,22 @@ class PostForwardOrder(Generic[T]):
     """The order in which forwards ended; the backward runs through it from the end. Holds units weakly."""
 
     def __init__(self) -> None:
-        self._order: list[weakref.ref[T] | None] = []
-        self._places: dict[int, list[int]] = {}
+        self._order: list[weakref.ref[T]] = []
 
     def record(self, unit: T) -> None:
         """Notes that a unit's forward has ended."""
-        self._places.setdefault(id(unit), []).append(len(self._order))
         self._order.append(weakref.ref(unit))
 
     def previous(self, unit: T, wanted: Callable[[T], bool]) -> T | None:
         """Takes back a unit's last forward and returns the nearest one before it that is ``wanted``."""
-        places = self._places.get(id(unit))
-        if not places:
+        order, place = self._order, len(self._order) - 1
+        while place >= 0 and order[place]() is not unit:  # the last one, as a rule
+            place -= 1
+        if place < 0:
             return None
-        own = places.pop()
-        self._order[own] = None  # a later backward, of another micro-batch, does not come by here again
-        for place in range(own - 1, -1, -1):
-            entry = self._order[place]
-            candidate = entry() if entry is not None else None
+        del order[place]  # a later backward, of another micro-batch, does not come by here again
+        for before in range(place - 1, -1, -1):
+            candidate = order[before]()
             if candidate is not None and wanted(candidate):
                 return candidate
         return None
@@ -67,4 +65,3 @@ class PostForwardOrder(Generic[T]):
     def clear(self) -> None:
         """Forgets everything, at the end of a backward."""
         self._order.clear()
-        self._places.clear()

@@ -33,13 +33,10 @@ class UnitSettings:
 class ForwardGraph:
     """Stands for the autograd graph of one forward of a unit, which keeps it alive."""
 
-    __slots__ = ("__weakref__", "has_run", "left_open")
-
-    def __init__(self, left_open: Sequence[Callable[[], None]]) -> None:
-        self.has_run = False
-        """A backward has reached the graph."""
-        self.left_open = left_open
-        """Gathers the units below whose weights may be in the graph without a hook of theirs in front of them."""
+    has_run = False
+    """A backward has reached the graph."""
+    left_open: Sequence[Callable[[], None]] = ()
+    """Gathers the units below whose weights may be in the graph without a hook of theirs in front of them."""
 
 
 @dataclass
@@ -67,7 +64,9 @@ class UnitPhase:
         Args:
             left_open: See :class:`ForwardGraph`.
         """
-        graph = ForwardGraph(left_open)
+        graph = ForwardGraph()
+        if left_open:
+            graph.left_open = left_open
         self._graphs.append(weakref.ref(graph, self._graphs.remove))
         return graph
 

@@ -164,7 +164,8 @@ class YaFSDPState(_State):
         if not in_autograd and not self.is_unsharded():
             context.order_check.enter(self.name)
         for group in self.groups:
-            group.gather()
+            if group.sharded_state is not ShardedState.GATHERING:
+                group.gather()
         if not in_autograd:
             context.comm.forward_order.record(self)
             self.prefetch.in_forward(self, context.comm)
@@ -203,7 +204,8 @@ class YaFSDPState(_State):
             output = cast_floating(output, self.policy.output_dtype)
         if self.phase.training_state is TrainingState.PRE_BACKWARD:
             return output
-        context = self.context
+        context = self._context
+        assert context is not None
         self._end_forward(context)
         left_open = self._end_root_forward(context) if context.iter_forward_root is self else []
         # Reentrant checkpointing runs without gradients what its backward will run again.
@@ -234,9 +236,10 @@ class YaFSDPState(_State):
             for group in self.groups:
                 group.keep()
         else:
+            comes_back = context.grad_enabled and self.settings.reshard_group_size and self.gathers_in_backward()
             for group in self.groups:
-                if context.grad_enabled:
-                    group.reshard_after_forward()
+                if comes_back:
+                    group.reshard_to_neighbours()
                 else:
                     group.reshard()
         self.phase.move_to(TrainingState.IDLE)
@@ -270,7 +273,8 @@ class YaFSDPState(_State):
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     def _pre_backward(self, graph: ForwardGraph) -> None:
-        context = self.context
+        context = self._context
+        assert context is not None
         graph.has_run = True
         if not context.in_backward:
             refuse_compiled_autograd()
@@ -285,9 +289,10 @@ class YaFSDPState(_State):
             return
         self.phase.move_to(TrainingState.PRE_BACKWARD)
         self._kept_from_forward = self.phase.is_borrowed = False
-        if self.gathers_in_backward():
+        if self.settings.unshard_in_backward and (not self._is_embedding or self.gathers_in_backward()):
             for group in self.groups:
-                group.gather()
+                if group.sharded_state is not ShardedState.GATHERING:
+                    group.gather()
         self.prefetch.in_backward(self, context.comm)
         for group in self.groups:
             group.wait_for_gather()
@@ -341,7 +346,9 @@ class YaFSDPState(_State):
         return self.settings.unshard_in_backward and not (self._is_embedding and is_lookup(self.modules[0]()))
 
     def wants_gather(self) -> bool:
-        """Whether the unit has parameters that are not gathered."""
+        """Whether the unit's backward reads parameters that are not gathered."""
+        if not self.settings.unshard_in_backward or (self._is_embedding and not self.gathers_in_backward()):
+            return False
         for group in self.groups:  # noqa: SIM110
             if group.sharded_state is ShardedState.SHARDED:
                 return True
@@ -350,8 +357,8 @@ class YaFSDPState(_State):
     def gather_ahead(self) -> None:
         """Starts the unit's gathers if its buffers are free."""
         for group in self.groups:
-            if group.sharded_state is ShardedState.SHARDED and not group.can_gather():
-                return
+            if group.sharded_state is ShardedState.SHARDED and group.home is not None and group.home.is_occupied:
+                return  # a look ahead does not get in anybody's way
         for group in self.groups:
             group.gather()
 

@@ -25,7 +25,7 @@ def test_members_lie_where_they_were_given_and_gaps_fill_the_rest(pieces: list[t
         ranges.append((end + gap, numel))
         end += gap + numel
     total = end + tail
-    cuts = partition(ranges, total)
+    cuts = partition(tuple(ranges), total)
     assert sum(cuts.sizes) == total
     found = member_ranges(cuts)
     assert [numel for _, numel in found] == [numel for _, numel in ranges]
@@ -48,10 +48,10 @@ def test_layout_and_shards_are_cut_at_their_parameters(layout: FlatLayout, data:
 
 
 def test_an_empty_member_takes_no_place_wherever_it_starts() -> None:
-    assert partition([(0, 0), (2, 3), (0, 0), (9, 0)], 8) == Partition(
+    assert partition(((0, 0), (2, 3), (0, 0), (9, 0)), 8) == Partition(
         (0, 2, 3, 0, 0, 3), (True, False, True, True, True, False)
     )
 
 
 def test_nothing_is_cut_into_nothing() -> None:
-    assert partition([], 0) == Partition((), ())
+    assert partition((), 0) == Partition((), ())
