@@ -162,7 +162,7 @@ def _print_estimate(fit: Fit, options: argparse.Namespace) -> None:
         "parameters": found.parameters,
         "gradients, behind a backward": found.gradients,
         f"optimizer ({options.optimizer})": found.optimizer,
-        "at rest, with gather buffers": found.resting,
+        "at rest": found.resting,
         "peak of the initialisation": found.initial_peak,
         "peak of a step": found.step_peak,
     }

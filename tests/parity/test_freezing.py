@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.engines import ENGINE, FSDP2, full_gradients, plain_gradients, shard
+from tests.support.engines import full_gradients, plain_gradients, shard
 from tests.support.guards import assert_same_values
 from tests.support.models import MlpStack, float_batches, my_rows
 
@@ -56,7 +56,6 @@ def compare(way):
         assert_same_values(grads, expected_grads, f"{way}, step {step}", atol=1e-6)
 
 
-@pytest.mark.skipif(ENGINE == FSDP2, reason="PyTorch's engine does not look at what was frozen after sharding")
 @pytest.mark.parametrize("way", ["attribute", "method", "module"])
 def test_what_is_trained_may_change_between_a_forward_and_its_backward(on_ranks, way):
     on_ranks(2, compare, way)
