@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._dynamo import compiled_autograd, eval_frame
+from torch._dynamo import compiled_autograd
+from torch._dynamo.decorators import skip as skip_frame
 from torch.distributed import _symmetric_memory
 from torch.distributed._composable_state import _get_module_state, _insert_module_state, _State
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -135,8 +136,8 @@ current_tracer: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 def never_trace(function: Any, reason: str) -> None:
     """Marks a function that torch.compile neither compiles nor inlines; what it calls is another matter."""
-    eval_frame.skip_code(function.__code__)
-    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason
+    skip_frame(function)
+    function._torchdynamo_disable_msg = reason
 
 
 def queue_backward_callback(callback: Any) -> None:
