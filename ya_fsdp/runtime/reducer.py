@@ -19,7 +19,7 @@ from ya_fsdp.runtime.settings import UnitSettings
 
 __all__ = ["MAX_STAGING_BYTES", "GradientReducer"]
 
-MAX_STAGING_BYTES = 192 * 2**20
+MAX_STAGING_BYTES = 160 * 2**20
 """A bucket whose reduction input is larger is reduced in column chunks of half this size, two in flight."""
 
 
