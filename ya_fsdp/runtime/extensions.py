@@ -114,8 +114,6 @@ class ExtensionGroup(YaFSDPParamGroup):
         self._sizes: list[torch.Size] = []
         self._places: list[tuple[torch.dtype, int, int]] = []
 
-    has_gather_hooks = True
-
     @property
     def gathered_nbytes(self) -> int:
         """Bytes of what is gathered; known from the first gather on."""

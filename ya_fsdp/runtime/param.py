@@ -278,7 +278,7 @@ class ParamSwitch:
                 if full.requires_grad != sharded.requires_grad:
                     full.requires_grad_(sharded.requires_grad)
         for parameters, name, sharded, full, full_name in self._plain:
-            current = parameters[name] if name in parameters else None  # noqa: SIM401  a call less than get()
+            current = parameters.get(name)
             if current is not sharded and current is not full:
                 raise _replaced(full_name, current)
             parameters[name] = full

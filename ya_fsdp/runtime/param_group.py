@@ -8,7 +8,7 @@ gradient shard of which every parameter's ``.grad`` is a view.
 import logging
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,8 +56,6 @@ class YaFSDPParamGroup:
         phase: The unit's place in its step.
     """
 
-    has_gather_hooks: ClassVar[bool] = False
-    """What is gathered is made into parameters by their own hooks."""
     _comm: YaFSDPCommContext
     """Comes with the root; see :meth:`attach`."""
 
@@ -186,8 +184,7 @@ class YaFSDPParamGroup:
         assert self._gather is not None
         self._gather.wait()
         self._gather = None
-        if self.has_gather_hooks:
-            self._end_gather()
+        self._end_gather()
         assert self._switch is not None
         self._switch.to_unsharded()
         self.sharded_state = ShardedState.UNSHARDED

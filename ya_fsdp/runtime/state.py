@@ -289,7 +289,7 @@ class YaFSDPState(_State):
             return
         self.phase.move_to(TrainingState.PRE_BACKWARD)
         self._kept_from_forward = self.phase.is_borrowed = False
-        if self.settings.unshard_in_backward and (not self._is_embedding or self.gathers_in_backward()):
+        if self.gathers_in_backward():
             for group in self.groups:
                 if group.sharded_state is not ShardedState.GATHERING:
                     group.gather()
@@ -347,11 +347,9 @@ class YaFSDPState(_State):
 
     def wants_gather(self) -> bool:
         """Whether the unit's backward reads parameters that are not gathered."""
-        if not self.settings.unshard_in_backward or (self._is_embedding and not self.gathers_in_backward()):
-            return False
-        for group in self.groups:  # noqa: SIM110
+        for group in self.groups:
             if group.sharded_state is ShardedState.SHARDED:
-                return True
+                return self.gathers_in_backward()
         return False
 
     def gather_ahead(self) -> None:
